@@ -1,0 +1,127 @@
+"""The engine's loop: policy plus a device. Free of torch; the runner owns the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pagedserve.metrics.recorder import Recorder
+from pagedserve.policy import Finished, Outcome, Request, RequestRefused, Scheduler, StepPlan
+
+
+class Runner(Protocol):
+    """Executes plans in the order given."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step; may return before it is done."""
+        ...
+
+    def wait(self) -> Sequence[Outcome]:
+        """Wait for the oldest launched step and return its outcomes."""
+        ...
+
+
+class EngineLoop:
+    """Intake, schedule, launch, wait, commit, at overlap depth 0 or 1.
+
+    ``add`` and ``abort`` may be called from any thread; they take effect at the next `step`, aborts before
+    adds. All times come from ``clock`` (monotonic ns), made strictly increasing, so that the order of a
+    record's calls is the order of their times.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        recorder: Recorder,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.scheduler = scheduler
+        self.on_finished: Callable[[list[Finished]], None] = lambda finished: None
+        self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
+        self._runner = runner
+        self._recorder = recorder
+        self._clock = clock
+        self._last_ns = -1
+        self._adds: deque[tuple[Request, int]] = deque()
+        self._aborts: deque[tuple[int, str]] = deque()
+        self._in_flight: deque[StepPlan] = deque()
+        self._blocked = False
+        self.wake_ns: int | None = None
+
+    def now_ns(self) -> int:
+        """The time of the next verb: later than any before."""
+        self._last_ns = max(self._clock(), self._last_ns + 1)
+        return self._last_ns
+
+    def add(self, request: Request, due_ns: int | None = None) -> None:
+        """Hand a request in; ``due_ns`` is when it was planned to be sent, by default its arrival."""
+        self._adds.append((request, request.arrival_ns if due_ns is None else due_ns))
+
+    def abort(self, request: int, reason: str = "abort") -> None:
+        """Ask for a request's end; nothing happens if it has ended."""
+        self._aborts.append((request, reason))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything: intake, live requests or a step in flight."""
+        return bool(self._adds or self._aborts or self._in_flight or self.scheduler.has_work)
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to launch or wait for, and the caller may sleep.
+
+        It may sleep until something is handed in, or until ``wake_ns`` if that is set.
+        """
+        if self._take_intake() or (self.wake_ns is not None and self._clock() >= self.wake_ns):
+            self._blocked = False
+        plan = self._schedule() if self.scheduler.has_work and not self._blocked else None
+        if self._in_flight:
+            self._commit()
+        elif plan is None:
+            # Asking again would give the same answer until something changes.
+            self._blocked = True
+            return False
+        if plan is not None:
+            self._runner.launch(plan)
+            self._recorder.launched(self.now_ns())
+            self._in_flight.append(plan)
+            if self.scheduler.overlap_depth == 0:
+                self._commit()
+        return True
+
+    def _take_intake(self) -> bool:
+        """Apply what was handed in; False if there was nothing."""
+        if not self._aborts and not self._adds:
+            return False
+        while self._aborts:
+            request, reason = self._aborts.popleft()
+            now_ns = self.now_ns()
+            self.scheduler.abort(request, now_ns)
+            self._recorder.aborted(request, now_ns, reason)
+        while self._adds:
+            request, due_ns = self._adds.popleft()
+            now_ns = self.now_ns()
+            try:
+                self._recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
+            except RequestRefused as error:
+                self._recorder.refused(request, due_ns, now_ns, str(error))
+                self.on_refused(request, error)
+        return True
+
+    def _schedule(self) -> StepPlan | None:
+        now_ns = self.now_ns()
+        plan = self.scheduler.schedule(now_ns)
+        self._recorder.scheduled(plan, now_ns)
+        self.wake_ns = plan.wake_ns
+        return plan if plan else None
+
+    def _commit(self) -> None:
+        plan = self._in_flight.popleft()
+        outcomes = self._runner.wait()
+        now_ns = self.now_ns()
+        assert plan.step is not None
+        finished = self.scheduler.commit(plan.step, outcomes, now_ns)
+        self._recorder.committed(plan.step, outcomes, finished, now_ns)
+        self.on_finished(finished)

@@ -1,0 +1,76 @@
+"""Log probabilities of the model's own distribution, with ranks, for sampled tokens or for a prompt's.
+
+As vLLM's default (`raw_logprobs`): before temperature, filters and suppression. The log of the normaliser
+comes from an exact integer sum, so a logprob does not depend on the batch either.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedserve.engine.sampling.fixed_point import SCALE_BITS, fixed_point_weights
+from pagedserve.engine.sampling.ranking import top_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's natural log probability. rank: 1 is the most likely; the lower id comes first on ties."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """What is reported of one position: the token there, and the most likely ones in order."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobBatch:
+    """Log probabilities, still on the device. token_ids, chosen, ranks: [N]. top_ids, top: [N, T]."""
+
+    token_ids: Tensor
+    chosen: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def positions(self, num_top: Sequence[int]) -> list[PositionLogprobs]:
+        """On the host, row i with its num_top[i] most likely tokens; waits for the device."""
+        columns = (self.token_ids, self.chosen, self.ranks, self.top_ids, self.top)
+        token_ids, chosen, ranks, top_ids, top = (column.tolist() for column in columns)
+        return [
+            PositionLogprobs(
+                TokenLogprob(token_ids[row], chosen[row], ranks[row]),
+                tuple(TokenLogprob(top_ids[row][i], top[row][i], i + 1) for i in range(count)),
+            )
+            for row, count in enumerate(num_top)
+        ]
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobBatch:
+    """The logprob and rank of token_ids [N] and the num_top most likely tokens under logits, float32 [N, V].
+
+    Each row needs a finite peak; others give garbage in their own row. Logprobs are float64.
+    """
+    peak = logits.amax(dim=-1)
+    totals = fixed_point_weights(logits, peak, torch.ones_like(peak)).sum(dim=-1)
+    log_normaliser = peak.double() + (totals.double().log() - SCALE_BITS * math.log(2.0))
+    own = logits.gather(-1, token_ids.unsqueeze(-1))
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ahead = (logits > own) | ((logits == own) & (ids < token_ids.unsqueeze(-1)))
+    values, top_ids = top_tokens(logits, num_top)
+    return LogprobBatch(
+        token_ids=token_ids,
+        chosen=own.squeeze(-1).double() - log_normaliser,
+        ranks=ahead.sum(dim=-1) + 1,
+        top_ids=top_ids,
+        top=values.double() - log_normaliser.unsqueeze(-1),
+    )

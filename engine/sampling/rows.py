@@ -1,0 +1,194 @@
+"""Sampling parameters of the running requests, packed so that a step's batch is a gather, not a rebuild."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedserve.engine.params import SamplingParams, check_token_ids
+from pagedserve.engine.sampling.fixed_point import SCALE_BITS
+from pagedserve.engine.sampling.philox import noise_words
+
+INITIAL_CAPACITY = 64
+# Most nuclei of a language model fit in this many tokens; see `ranking.keep_top` for those that do not.
+MIN_RANK_WIDTH, MAX_RANK_WIDTH = 64, 1024
+
+_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("min_p", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.int64),
+        ("sample_index", np.int64),
+        ("first_stoppable", np.int64),  # the first position at which the request may stop
+        ("num_top_logprobs", np.int64),
+        ("is_random", np.bool_),
+        ("is_ranked", np.bool_),
+        ("wants_logprobs", np.bool_),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLayout:
+    """What stays the same from step to step while the same requests are sampled; S of R rows use noise.
+
+    random_rows: int64 [S], rows of the batch; the num_ranked ones that need ranking (top_k, top_p) come first.
+    temperature: float32 [S]. top_p: float64 [S]. top_k: int64 [S], the vocabulary size for off.
+    min_weight: int64 [S], min_p as a share of the largest fixed-point weight.
+    rank_width: the first guess for `ranking.keep_top`.
+    logprob_rows: int64 [L], rows of the batch whose logprobs are wanted, num_top_logprobs of the others each.
+    """
+
+    requests: tuple[int, ...]
+    random_rows: Tensor
+    temperature: Tensor
+    min_weight: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    num_ranked: int
+    has_min_p: bool
+    rank_width: int
+    logprob_rows: Tensor
+    num_top_logprobs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """All that `sampler.sample` needs of one step. words: int64 [S], the noise of the layout's random rows.
+
+    suppressed: (rows, token ids) of logits that must not be chosen, flat and of one length; None for none.
+    """
+
+    vocab_size: int
+    layout: SamplingLayout
+    words: Tensor
+    suppressed: tuple[Tensor, Tensor] | None
+
+
+class SamplingRows:
+    """The requests that may be sampled, from intake to finish; preemption changes nothing here.
+
+    The tensors of a batch are made on `device`; the table itself stays on the host.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._table = np.zeros(INITIAL_CAPACITY, dtype=_ROW)
+        self._slots: dict[int, int] = {}
+        self._free_slots = list(range(INITIAL_CAPACITY))
+        self._suppressed_ids: dict[int, tuple[int, ...]] = {}
+        self._layout: SamplingLayout | None = None
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(
+        self,
+        request: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        num_prompt_tokens: int,
+        sample_index: int = 0,
+        suppressed_ids: Sequence[int] = (),
+    ) -> None:
+        """Take in a request. seed: params.seed, or the one drawn for it, signed 64 bits.
+
+        suppressed_ids: what min_tokens keeps from being chosen, `stops.TokenStops.suppressed_ids`.
+        Raises ValueError for an id outside the vocabulary.
+        """
+        assert request not in self._slots, f"request {request} is in the sampling rows already"
+        params.validate_for_vocab(self.vocab_size)
+        check_token_ids("suppressed_ids", suppressed_ids, self.vocab_size)
+        if not self._free_slots:
+            self._free_slots = list(range(len(self._table), 2 * len(self._table)))
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        slot = self._slots[request] = self._free_slots.pop()
+        has_top_k = 0 < params.top_k < self.vocab_size
+        self._table[slot] = (
+            params.temperature,
+            params.min_p,
+            params.top_p,
+            params.top_k if has_top_k else self.vocab_size,
+            seed,
+            sample_index,
+            num_prompt_tokens + params.min_tokens,
+            params.logprobs or 0,
+            not params.is_greedy,
+            has_top_k or params.top_p < 1.0,
+            params.logprobs is not None,
+        )
+        if params.min_tokens and suppressed_ids:
+            self._suppressed_ids[request] = tuple(suppressed_ids)
+        self._layout = None
+
+    def remove(self, request: int) -> None:
+        """Forget a finished or aborted request."""
+        self._free_slots.append(self._slots.pop(request))
+        self._suppressed_ids.pop(request, None)
+        self._layout = None
+
+    def select(self, requests: tuple[int, ...], positions: Sequence[int]) -> SamplingBatch:
+        """The batch whose logits rows belong to `requests`, in that order.
+
+        positions[i] is the index in its sequence of the token to be chosen: the number of tokens before it,
+        prompt included. It alone ties the noise to the token, so it must not depend on how the token came to
+        be computed.
+        """
+        rows = self._table[[self._slots[request] for request in requests]]
+        layout = self._layout
+        if layout is None or layout.requests != requests:
+            layout = self._layout = self._make_layout(requests, rows)
+        where = np.asarray(positions, dtype=np.int64)
+        order = _random_rows(rows)
+        random = rows[order]
+        words = noise_words(random["seed"], where[order], random["sample_index"])
+        return SamplingBatch(
+            self.vocab_size, layout, self._to_device(words), self._suppress(requests, rows, where)
+        )
+
+    def _make_layout(self, requests: tuple[int, ...], rows: np.ndarray) -> SamplingLayout:
+        order = _random_rows(rows)
+        random = rows[order]
+        logprob_rows = np.flatnonzero(rows["wants_logprobs"])
+        largest_k = random["top_k"][random["top_k"] < self.vocab_size].max(initial=0)
+        return SamplingLayout(
+            requests=requests,
+            random_rows=self._to_device(order),
+            temperature=self._to_device(random["temperature"]),
+            min_weight=self._to_device(np.ceil(random["min_p"] * 2.0**SCALE_BITS).astype(np.int64)),
+            top_k=self._to_device(random["top_k"]),
+            top_p=self._to_device(random["top_p"]),
+            num_ranked=int(random["is_ranked"].sum()),
+            has_min_p=bool((random["min_p"] > 0).any()),
+            rank_width=int(np.clip(largest_k + 1, MIN_RANK_WIDTH, MAX_RANK_WIDTH)),
+            logprob_rows=self._to_device(logprob_rows),
+            num_top_logprobs=tuple(rows["num_top_logprobs"][logprob_rows].tolist()),
+        )
+
+    def _suppress(
+        self, requests: tuple[int, ...], rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self._suppressed_ids:
+            return None
+        early = np.flatnonzero(positions < rows["first_stoppable"]).tolist()
+        pairs = [(row, i) for row in early for i in self._suppressed_ids.get(requests[row], ())]
+        if not pairs:
+            return None
+        pair_rows, ids = np.array(pairs, dtype=np.int64).T
+        return self._to_device(pair_rows), self._to_device(ids)
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        # A field of the table keeps the table's stride, which torch refuses; a C-ordered copy does not.
+        return torch.from_numpy(array.copy(order="C")).to(self.device, non_blocking=True)
+
+
+def _random_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows that use noise, those that need ranking first, so that a slice takes them."""
+    random = np.flatnonzero(rows["is_random"])
+    return random[np.argsort(~rows["is_ranked"][random], kind="stable")]

@@ -1,0 +1,125 @@
+"""From logits to tokens, for a whole batch at once and for each row as if it were alone.
+
+The order is vLLM's: the model's own logprobs are taken; ids that may not be chosen are masked; greedy rows
+take the largest logit; the others divide by the temperature, filter by min_p, top_k and top_p, and draw from
+what is left by inverting its cumulative distribution in token-id order with one number from Philox.
+
+Nothing sums floats across a row or anything across rows, so a row's token is the same, bit for bit, alone and
+in any batch. Logit processors that a request may carry (bias, penalties, grammars) belong before the greedy
+choice.
+"""
+
+from dataclasses import dataclass
+from math import inf, isnan
+
+import torch
+from torch import Tensor
+
+from pagedserve.engine.sampling.fixed_point import draw, fixed_point_weights
+from pagedserve.engine.sampling.logprobs import LogprobBatch, PositionLogprobs, gather_logprobs
+from pagedserve.engine.sampling.ranking import keep_top
+from pagedserve.engine.sampling.rows import SamplingBatch, SamplingLayout
+
+# Rows are taken in groups of this many logits: that bounds scratch space (32 MiB a tensor), not results.
+MAX_GROUP_LOGITS = 1 << 22
+
+
+class SamplingError(RuntimeError):
+    """A row of logits from which no token can be chosen; only its own request is affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One step's choices, on the device. tokens: int64 [R]. peaks: float32 [R], each row's largest logit.
+
+    A row whose peak is not finite (NaN, +inf, or -inf where every token was masked) has no valid token:
+    `errors` must be asked before the tokens are used.
+    """
+
+    layout: SamplingLayout
+    tokens: Tensor
+    peaks: Tensor
+    logprob_batch: LogprobBatch | None
+
+    def errors(self) -> dict[int, SamplingError]:
+        """By request, what went wrong in its row; empty when all is well. Waits for the device."""
+        requests = self.layout.requests
+        failed = torch.nonzero(~torch.isfinite(self.peaks)).flatten().tolist()
+        return {requests[row]: _explain(requests[row], self.peaks[row].item()) for row in failed}
+
+    def logprobs(self) -> dict[int, PositionLogprobs]:
+        """By request, for those that asked. Waits for the device."""
+        if self.logprob_batch is None:
+            return {}
+        positions = self.logprob_batch.positions(self.layout.num_top_logprobs)
+        requests = (self.layout.requests[row] for row in self.layout.logprob_rows.tolist())
+        return dict(zip(requests, positions, strict=True))
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """Choose one token per row.
+
+    logits: float32 [R, C], R the number of requests the batch was selected for, C at least the vocabulary
+    size: padded columns beyond it are never chosen. Consumed: masked ids are overwritten in place.
+    """
+    layout = batch.layout
+    assert logits.dtype == torch.float32, f"logits are {logits.dtype}; the sampler works on float32"
+    assert logits.shape[0] == len(layout.requests), (
+        f"{logits.shape[0]} rows for {len(layout.requests)} requests"
+    )
+    assert logits.shape[1] >= batch.vocab_size, f"{logits.shape[1]} logits for {batch.vocab_size} tokens"
+    logits = logits[:, : batch.vocab_size]
+    wants_logprobs = bool(layout.num_top_logprobs)
+    raw = logits[layout.logprob_rows] if wants_logprobs else None  # a copy, taken before anything is masked
+    if batch.suppressed is not None:
+        logits[batch.suppressed] = -inf
+    peaks = logits.amax(dim=-1)
+    tokens = _choose(logits, peaks, batch)
+    tokens.masked_fill_(~torch.isfinite(peaks), 0)
+    logprob_batch = None
+    if raw is not None:
+        logprob_batch = gather_logprobs(raw, tokens[layout.logprob_rows], max(layout.num_top_logprobs))
+    return SampledTokens(layout, tokens, peaks, logprob_batch)
+
+
+def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:
+    num_random = len(batch.layout.random_rows)
+    if num_random == 0:
+        return logits.argmax(dim=-1)
+    all_random = num_random == len(logits)
+    tokens = torch.empty_like(peaks, dtype=torch.int64) if all_random else logits.argmax(dim=-1)
+    group = max(1, MAX_GROUP_LOGITS // batch.vocab_size)
+    for first in range(0, num_random, group):
+        part = slice(first, min(first + group, num_random))
+        rows = batch.layout.random_rows[part]
+        tokens[rows] = _draw_rows(logits[rows], peaks[rows], batch, part)
+    return tokens
+
+
+def _draw_rows(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice) -> Tensor:
+    """Tokens for the batch's random rows `part`, whose logits and peaks are given in that order."""
+    layout = batch.layout
+    weights = fixed_point_weights(logits, peaks, layout.temperature[part])
+    if layout.has_min_p:
+        weights.masked_fill_(weights < layout.min_weight[part].unsqueeze(-1), 0)
+    num_ranked = max(0, min(layout.num_ranked, part.stop) - part.start)
+    if num_ranked:
+        ranked = slice(part.start, part.start + num_ranked)
+        weights[:num_ranked] = keep_top(
+            logits[:num_ranked],
+            weights[:num_ranked],
+            layout.top_k[ranked],
+            layout.top_p[ranked],
+            layout.rank_width,
+        )
+    return draw(weights, batch.words[part])
+
+
+def _explain(request: int, peak: float) -> SamplingError:
+    if peak == -inf:
+        problem = "no token is left to choose: every logit is -inf or masked; allow more token ids"
+    elif isnan(peak):
+        problem = "the model's logits contain NaN; check the weights and the dtype"
+    else:
+        problem = "the model's logits contain +inf; check the weights and the dtype"
+    return SamplingError(f"request {request}: {problem}")

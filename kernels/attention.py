@@ -1,0 +1,104 @@
+"""Attention over a paged KV cache: what a backend is given, and what it must return.
+
+Per query token t of sequence s at position p, for query head h with KV head h // group:
+
+    out[t, h] = softmax(scale * q[t, h] . K[s, 0..p]) V[s, 0..p]
+
+where K and V of position i lie in the block ``block_tables[s, i // block_size]`` at offset
+``i % block_size``. With a sliding window w only the positions p - w < i <= p are seen. The step's own keys
+and values are already written when a backend runs. Slots that no token of the sequence was written to may
+hold anything, NaN included, and must not reach the result.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pagedserve.kernels.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """Where the T tokens of one step's S sequences live; tokens are flattened, sequence after sequence.
+
+    All tensors are on the cache's device. A sequence has ``query_start[s + 1] - query_start[s]`` >= 1 tokens
+    in this step, and ``context_lens[s]`` tokens in the cache from steps before; their sum is its length.
+    The two maxima let a GPU backend size its launch without waiting for the device.
+    """
+
+    slot_mapping: torch.Tensor
+    """[T] int64: block * block_size + offset, the slot that token t's key and value are written to."""
+    block_tables: torch.Tensor
+    """[S, B] int32 block ids, in order of position; entries beyond a sequence's length are ignored."""
+    query_start: torch.Tensor
+    """[S + 1] int32: first token of each sequence, then T."""
+    context_lens: torch.Tensor
+    """[S] int32: tokens in the cache before this step."""
+    max_query_len: int
+    max_context_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.block_tables.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The heads of one model; ``sliding_window`` in tokens, None for full attention; ``scale`` 1/sqrt(head_dim)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention. ``prepare`` runs once a step, ``attend`` once a layer with its result."""
+
+    name: str
+    spec: AttentionSpec
+
+    def prepare(self, batch: PagedBatch, cache: KVCache) -> Any:
+        """Work out what all layers share (indices, masks, launch sizes); the result is passed to ``attend``."""
+        ...
+
+    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Return [T, num_heads, head_dim] in ``query``'s dtype, for ``query`` of that shape (any strides).
+
+        ``layer`` is ``cache.layer(i)``: [num_blocks + 1, 2, num_kv_heads, block_size, head_dim].
+        """
+        ...
+
+
+BACKENDS = ("reference", "cpu")
+
+
+def make_attention(name: str, spec: AttentionSpec, device: torch.device | str = "cpu") -> AttentionBackend:
+    """Make the backend called ``name``; ``auto`` is ``cpu`` on a CPU and ``reference`` elsewhere.
+
+    Raises ``ValueError`` for an unknown name, or for ``cpu`` on another device.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    if name == "auto":
+        name = "cpu" if on_cpu else "reference"
+    if name == "reference":
+        from pagedserve.kernels.attention_reference import ReferenceAttention
+
+        return ReferenceAttention(spec)
+    if name == "cpu":
+        if not on_cpu:
+            raise ValueError(f"attention backend 'cpu' cannot run on device {str(device)!r}; use 'auto' or 'reference'")
+        from pagedserve.kernels.attention_cpu import CpuAttention
+
+        return CpuAttention(spec)
+    raise ValueError(f"unknown attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")

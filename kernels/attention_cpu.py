@@ -1,0 +1,191 @@
+"""Paged attention for CPUs, made of batched matrix products that are fast there.
+
+The query heads that share a KV head are rows of one matrix, so a decode step multiplies [group, D] by
+[D, tile] for every (tile, KV head) at once, and a prefill chunk [tokens * group, D]. Blocks are copied into
+tiles first (one gather for keys and values, into memory that is reused and stays in cache). Each tile gets
+its own softmax maximum and sum; tiles are then merged in order of position (Milakov & Gimelshein 2018; the
+split is Flash-Decoding's, but by a fixed number of tokens).
+
+Since a tile's bounds depend on position only, and every product has the same inner sizes whatever the batch, a
+token's result does not depend on its neighbours or on how its prompt was cut: the same additions happen in the
+same order. (A BLAS that changes its summation with the number of rows could still break this; MKL does so
+below four rows in float32, which are therefore padded.)
+"""
+
+import math
+
+import torch
+
+from pagedserve.kernels.attention import AttentionSpec, PagedBatch
+from pagedserve.kernels.attention_cpu_plan import (
+    CpuPlan,
+    DecodeGroup,
+    Gather,
+    PrefillChunk,
+    QueryTile,
+    TileGeometry,
+    make_plan,
+)
+from pagedserve.kernels.kv_cache import KVCache
+
+_SCORES_AT_ONCE = 1 << 19
+"""Scores of a prefill tile group: about two megabytes in float32, which stays in the outer cache."""
+_LOWEST = -1e30
+"""Stands for the maximum of a row whose every score is hidden: finite, so that differences are not NaN."""
+_MIN_ROWS = 4
+
+_Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Maxima and sums [tiles, KVH, M, 1] and unnormalised outputs [tiles, KVH, M, D], float32."""
+
+
+class CpuAttention:
+    """See ``AttentionBackend``. float32 and bfloat16; keeps one scratch buffer, so one thread at a time."""
+
+    __slots__ = ("_scratch", "name", "spec")
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.name = "cpu"
+        self.spec = spec
+        self._scratch = torch.empty(0)
+
+    def prepare(self, batch: PagedBatch, cache: KVCache) -> CpuPlan:
+        """Index the step's tiles; see ``CpuPlan``."""
+        plan = make_plan(batch, cache, self.spec)
+        size = plan.scratch_rows * cache.block_size * cache.head_dim
+        if self._scratch.dtype != cache.data.dtype or self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=cache.data.dtype)
+        return plan
+
+    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """Return [T, num_heads, head_dim] for ``query`` of that shape."""
+        spec = self.spec
+        out = torch.empty(query.shape, dtype=query.dtype)
+        grouped = query.view(query.shape[0], spec.num_kv_heads, spec.group, spec.head_dim)
+        grouped_out = out.view(grouped.shape)
+        if plan.decode is not None:
+            rows = grouped.index_select(0, plan.decode.tokens)
+            grouped_out.index_copy_(0, plan.decode.tokens, self._decode(rows, layer, plan.decode))
+        for chunk in plan.prefills:
+            keys, values = self._gather(layer, chunk.gather)
+            for tile in chunk.tiles:
+                grouped_out[tile.start : tile.stop] = self._query_tile(grouped, keys, values, tile)
+        return out
+
+    def _decode(self, query: torch.Tensor, layer: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        """One token each: ``query`` [S, KVH, G, D] in the group's order, and the result likewise."""
+        size = query.shape[2]
+        query = self._scaled(query)
+        partials: list[_Partial] = []
+        for chunk in group.chunks:
+            keys, values = self._gather(layer, chunk.gather)
+            scores = self._scores(query.index_select(0, chunk.sequence), keys)
+            if chunk.masked is not None and chunk.hidden is not None:
+                if len(chunk.masked) == len(scores):
+                    scores.masked_fill_(chunk.hidden, -math.inf)
+                else:
+                    part = scores.index_select(0, chunk.masked).masked_fill_(chunk.hidden, -math.inf)
+                    scores.index_copy_(0, chunk.masked, part)
+            partials.append(_weigh(scores, values))
+        merged = _merge(_join(partials), group.level_sizes, group.sequence)
+        return merged[:, :, :size].to(values.dtype)
+
+    def _query_tile(
+        self, grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: QueryTile
+    ) -> torch.Tensor:
+        """Several tokens of one sequence: the result is [tokens, KVH, G, D]."""
+        source = grouped[tile.start : tile.stop]
+        count, heads, size, width = source.shape
+        query = self._scaled(source.transpose(0, 1).reshape(1, heads, count * size, width))
+        num_rows = query.shape[2]
+        step = max(1, _SCORES_AT_ONCE // (heads * num_rows * keys.shape[2]))
+        hidden_from, partials = tile.first + tile.masked_from, []
+        for begin in range(tile.first, tile.last, step):
+            end = min(begin + step, tile.last)
+            scores = self._scores(query.expand(end - begin, -1, -1, -1), keys[begin:end])
+            clear = max(0, hidden_from - begin)
+            if clear < end - begin:
+                hidden = tile.hidden[begin + clear - hidden_from : end - hidden_from]
+                part = scores[clear:, :, : count * size].view(-1, heads, count, size, keys.shape[2])
+                part.masked_fill_(hidden, -math.inf)
+            partials.append(_weigh(scores, values[begin:end]))
+        merged = _merge(_join(partials), (1,) * (tile.last - tile.first), None)
+        return merged[0, :, : count * size].view(heads, count, size, width).transpose(0, 1)
+    def _scaled(self, query: torch.Tensor) -> torch.Tensor:
+        """Scale ``query`` [n, KVH, M, D] where that rounds nothing in bfloat16, and pad its rows."""
+        if query.dtype == torch.float32 or self._scale_is_exact:
+            query = query * self.spec.scale
+        missing = _MIN_ROWS - query.shape[2]
+        if query.dtype == torch.float32 and missing > 0:
+            query = torch.nn.functional.pad(query, (0, 0, 0, missing))
+        return query
+
+    @property
+    def _scale_is_exact(self) -> bool:
+        return math.frexp(self.spec.scale)[0] == 0.5
+
+    def _scores(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return float32 scores [n, KVH, M, T] of ``query`` [n, KVH, M, D] with ``keys`` [n, KVH, T, D]."""
+        scores = _matmul(query, keys.transpose(2, 3)).float()
+        if query.dtype != torch.float32 and not self._scale_is_exact:
+            scores.mul_(self.spec.scale)
+        return scores
+
+    def _gather(self, layer: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy tiles out of the cache: keys and values, each [tiles, KVH, T, D]; valid until the next gather."""
+        _, _, heads, block_size, width = layer.shape
+        size = len(gather.rows) * block_size * width
+        copied = self._scratch[:size].view(len(gather.rows), block_size * width)
+        torch.index_select(layer.view(-1, block_size * width), 0, gather.rows, out=copied)
+        if gather.unwritten is not None:
+            copied.view(-1, width).index_fill_(0, gather.unwritten, 0.0)
+        keys, values = copied.view(2, gather.num_tiles, heads, -1, width)
+        return keys, values
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Batched product over the two leading axes.
+
+    A single float32 product is done twice over: BLAS would split its rows over threads, and sum a
+    remainder of fewer than four rows in another order.
+    """
+    tiles, heads = left.shape[:2]
+    flat = left.reshape(tiles * heads, left.shape[2], left.shape[3])
+    other = right.reshape(tiles * heads, right.shape[2], right.shape[3])
+    if tiles * heads == 1 and left.dtype == torch.float32:
+        product = torch.bmm(flat.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
+    else:
+        product = torch.bmm(flat, other)
+    return product.view(tiles, heads, left.shape[2], right.shape[3])
+
+
+def _weigh(scores: torch.Tensor, values: torch.Tensor) -> _Partial:
+    """Turn the scores of each tile into its maximum, sum of exponentials and weighted values; spoils ``scores``."""
+    peak = scores.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST)
+    weights = scores.sub_(peak).exp_()
+    return peak, weights.sum(dim=-1, keepdim=True), _matmul(weights.to(values.dtype), values).float()
+
+
+def _join(partials: list[_Partial]) -> _Partial:
+    if len(partials) == 1:
+        return partials[0]
+    peaks, sums, outputs = zip(*partials, strict=True)
+    return torch.cat(peaks), torch.cat(sums), torch.cat(outputs)
+
+
+def _merge(partial: _Partial, level_sizes: tuple[int, ...], sequence: torch.Tensor | None) -> torch.Tensor:
+    """Merge tiles, level by level, into [S, KVH, M, D]; ``sequence`` says whose each is, None if all are one's."""
+    peaks, sums, outputs = partial
+    num_sequences = level_sizes[0]
+    if len(level_sizes) > 1:
+        highest, begin = peaks[:num_sequences].clone(), num_sequences
+        for size in level_sizes[1:]:
+            torch.maximum(highest[:size], peaks[begin : begin + size], out=highest[:size])
+            begin += size
+        factor = (peaks - (highest if sequence is None else highest.index_select(0, sequence))).exp_()
+        sums, outputs = sums.mul_(factor), outputs.mul_(factor)
+    total, mixed, begin = sums[:num_sequences], outputs[:num_sequences], num_sequences
+    for size in level_sizes[1:]:
+        total[:size] += sums[begin : begin + size]
+        mixed[:size] += outputs[begin : begin + size]
+        begin += size
+    return mixed / total

@@ -1,0 +1,275 @@
+"""Pictures of runs, in one style: each function takes ``{label: RunRecord}`` and returns a Figure.
+
+The plotting stack is imported when the first picture is drawn, so that measuring costs nothing of it.
+The figures belong to nobody's global state: save them with ``figure.savefig(path)``, or make one the last
+expression of a notebook cell. Colours keep apart for colour-blind readers; a label keeps its colour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedserve.metrics.compare import POLICY_COLUMNS, Shown, policy_table
+from pagedserve.metrics.record import RunRecord
+from pagedserve.metrics.summary import block_size, num_blocks
+from pagedserve.metrics.timeline import Timeline, step_timeline
+from pagedserve.metrics.tokens import NS_PER_S, inter_token_s, request_times, token_times
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN = 9.0  # about the width of a README: type stays readable without zooming
+NUM_BINS = 240  # time bins of a long run: more than the pixels of a line's bends, few enough to be smooth
+NUM_ECDF_POINTS = 1000
+PERCENTILES = (0.5, 0.9, 0.99, 0.999)
+INK, FAINT = "#3a3f45", "#868d94"
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))  # the palette has ten colours: each further ten get a dash
+STYLE: dict[Any, Any] = {
+    "figure.dpi": 150,
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#c8ccd0",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "grid.color": "#e8eaec",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+}
+
+
+def latency_distributions(records: Mapping[str, RunRecord]) -> Figure:
+    """TTFT per request and ITL per gap: cumulative distributions over logarithmic time.
+
+    Above the median the share is stretched, so that p90, p99 and p99.9 can be read.
+    """
+    with _figure(records, 1, 2, 3.9) as (figure, axes, looks):
+        left, right = axes[0]
+        for label, record in records.items():
+            tokens = token_times(record)
+            _draw_ecdf(left, request_times(record, tokens).ttft_s, looks[label])
+            _draw_ecdf(right, inter_token_s(tokens) * 1e3, looks[label])
+        for panel, unit, share in (
+            (left, "seconds", "share of requests"),
+            (right, "milliseconds", "share of gaps"),
+        ):
+            _finish_ecdf(panel, unit, share)
+        _title(left, "Time to first token", "left is better")
+        _title(right, "Time between tokens", "left is better")
+    return figure
+
+
+def memory_over_time(records: Mapping[str, RunRecord], num_bins: int = NUM_BINS) -> Figure:
+    """KV occupancy (blocks used, where a pool has no limit) and the waste within used blocks over time."""
+    limited = all(num_blocks(record) is not None for record in records.values())
+
+    def occupancy(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+        scale = 100 / (num_blocks(record) or 1) if limited else 1.0
+        return scale * _binned_mean(record, timeline, edges, "num_blocks_used")
+
+    def waste(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+        slots = timeline.binned(record.array("steps", "num_blocks_used") * block_size(record), edges)
+        wasted = timeline.binned(record.array("steps", "num_wasted_slots"), edges)
+        # Nothing allocated, nothing wasted: leave a gap in the line.
+        return 100 * np.divide(wasted, slots, out=np.full_like(slots, np.nan), where=slots > 0)
+
+    with _figure(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
+        upper, lower = axes[:, 0]
+        _draw_over_time((upper, lower), records, looks, (occupancy, waste), num_bins)
+        upper.set(ylabel="% of blocks" if limited else "blocks", ylim=(0, 102 if limited else None))
+        lower.set(ylabel="% of slots in use", ylim=(0, max(5.0, lower.get_ylim()[1])))
+        _title(upper, "KV cache in use")
+        _title(lower, "KV slots reserved but empty", "lower is better")
+    return figure
+
+
+def load_over_time(records: Mapping[str, RunRecord], num_bins: int = NUM_BINS) -> Figure:
+    """Requests running and requests waiting over time."""
+
+    def running(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+        return _binned_mean(record, timeline, edges, "num_running")
+
+    def waiting(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+        return _binned_mean(record, timeline, edges, "num_waiting")
+
+    with _figure(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
+        upper, lower = axes[:, 0]
+        _draw_over_time((upper, lower), records, looks, (running, waiting), num_bins)
+        for panel in (upper, lower):
+            panel.set(ylabel="requests", ylim=(0, None))
+        _title(upper, "Requests running")
+        _title(lower, "Requests waiting", "lower is better")
+    return figure
+
+
+def policies_compared(records: Mapping[str, RunRecord]) -> Figure:
+    """One small bar chart per metric of ``compare.POLICY_COLUMNS``, one bar a run."""
+    table = policy_table(records)
+    labels = list(records)
+    num_columns = 3
+    num_rows = math.ceil(len(POLICY_COLUMNS) / num_columns)
+    height = num_rows * (0.75 + 0.27 * len(labels))
+    with _figure(records, num_rows, num_columns, height, legend=False) as (figure, axes, looks):
+        for panel, shown in zip(axes.flat, POLICY_COLUMNS, strict=False):
+            _draw_bars(panel, shown, [table.loc[label, shown.metric] for label in labels], looks)
+        for panel in axes[:, 0]:
+            panel.set_yticks(range(len(labels)), labels)
+    return figure
+
+
+@contextmanager
+def _figure(
+    labels: Mapping[str, RunRecord],
+    num_rows: int,
+    num_columns: int,
+    height_in: float,
+    *,
+    legend: bool = True,
+    **subplots: Any,
+) -> Iterator[tuple[Figure, np.ndarray, dict[str, Any]]]:
+    """The one door to the plotting stack: a styled grid of axes, one look a label, the legend on top."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
+
+    if not labels:
+        raise ValueError("no records to draw: expected at least one label with its record")
+    colours = sns.color_palette("colorblind", len(labels))
+    # Of two lines that agree, a live run and its simulation say, the first still shows beneath the second.
+    widths = (2.6, 1.2) if len(labels) == 2 else (1.6,) * len(labels)
+    looks = {
+        label: {"color": colours[i], "linewidth": widths[i], "linestyle": DASHES[i // 10 % len(DASHES)]}
+        for i, label in enumerate(labels)
+    }
+    with sns.axes_style("whitegrid"), plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            num_rows,
+            num_columns,
+            figsize=(WIDTH_IN, height_in),
+            layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06),
+            squeeze=False,
+            **subplots,
+        )
+        # pyplot registers notebook display; closed, the figure is shown once, where its owner wants it.
+        plt.close(figure)
+        yield figure, axes, looks
+        if legend and len(labels) > 1:
+            handles = [Line2D([], [], **{**look, "linewidth": 3}) for look in looks.values()]
+            figure.legend(handles, list(labels), loc="outside upper left", ncols=min(4, len(labels)))
+
+
+def _title(axes: Axes, what: str, better: str = "") -> None:
+    axes.set_title(what)
+    axes.set_title(better, loc="right", fontsize=8.5, fontweight="normal", color=FAINT)
+
+
+def _draw_ecdf(axes: Axes, values: np.ndarray, look: dict[str, Any]) -> None:
+    present = np.sort(values[~np.isnan(values)])
+    if not present.size:
+        return
+    rank = np.arange(1, present.size + 1)
+    if present.size > NUM_ECDF_POINTS:
+        # Half evenly, half crowding towards the tail, whose few points carry p99 and the maximum.
+        even = np.linspace(0, present.size - 1, NUM_ECDF_POINTS // 2)
+        tail = present.size - np.geomspace(1, present.size, NUM_ECDF_POINTS // 2)
+        rank = np.unique(np.concatenate((even, tail)).astype(np.int64)) + 1
+    x = present[rank - 1]
+    axes.step(np.append(x[0], x), np.append(0, rank / present.size), where="post", **look)
+
+
+def _finish_ecdf(axes: Axes, unit: str, share: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    curves = [np.asarray(line.get_xydata()) for line in axes.get_lines()] or [np.ones((2, 2))]
+    # The top lies half a point short of the last one: nobody reads p99.9 off a hundred requests.
+    top = min(1 - 0.5 / max(len(curve) for curve in curves), 0.9995)
+    left = min(curve[0, 0] for curve in curves)
+    right = max(curve[np.searchsorted(curve[:, 1], top), 0] for curve in curves)
+    if left > 0:
+        axes.set_xscale("log")
+        axes.set_xlim(left / 1.1, right * 1.2)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 300 * left else (1,)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yscale("function", functions=(_stretch, _unstretch))
+    levels = [level for level in PERCENTILES if level < top]
+    axes.set_yticks([0, *levels], ["0", *(f"p{100 * level:g}" for level in levels)])
+    axes.set(xlabel=unit, ylabel=share, ylim=(0, top))
+
+
+def _stretch(share: np.ndarray) -> np.ndarray:
+    """Even up to the median; above it one unit of height for each further nine of p90, p99, p99.9."""
+    return np.where(share < 0.5, 1.6 * share, 0.8 + np.log10(0.5 / np.maximum(1 - share, 1e-6)))
+
+
+def _unstretch(height: np.ndarray) -> np.ndarray:
+    return np.where(height < 0.8, height / 1.6, 1 - 0.5 * 10.0 ** (0.8 - height))
+
+
+def _draw_over_time(
+    panels: Sequence[Axes],
+    records: Mapping[str, RunRecord],
+    looks: Mapping[str, dict[str, Any]],
+    quantities: Sequence[Callable[[RunRecord, Timeline, np.ndarray], np.ndarray]],
+    num_bins: int,
+) -> None:
+    timelines = {label: step_timeline(record) for label, record in records.items()}
+    longest = max(timeline.duration_s for timeline in timelines.values())
+    unit, per_unit = _time_unit(longest)
+    for label, record in records.items():
+        timeline = timelines[label]
+        edges = timeline.edges(num_bins)
+        centres = (edges[:-1] + np.diff(edges) / 2 - edges[0]) / NS_PER_S / per_unit
+        for panel, quantity in zip(panels, quantities, strict=True):
+            values = quantity(record, timeline, edges)
+            panel.plot(centres, values, **looks[label])
+            if len(records) == 1:
+                panel.fill_between(centres, values, color=looks[label]["color"], alpha=0.15, linewidth=0)
+    panels[-1].set_xlabel(f"{unit} since the first step")
+    panels[-1].set_xlim(0, longest / per_unit or 1.0)
+
+
+def _binned_mean(record: RunRecord, timeline: Timeline, edges: np.ndarray, name: str) -> np.ndarray:
+    seconds = np.diff(edges) / NS_PER_S
+    total = timeline.binned(record.array("steps", name), edges)
+    return np.divide(total, seconds, out=np.full_like(total, np.nan), where=seconds > 0)
+
+
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    if longest_s < 10 * 60:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if longest_s < 5 * 3600 else ("hours", 3600.0)
+
+
+def _draw_bars(
+    axes: Axes, shown: Shown, values: Sequence[float], looks: Mapping[str, dict[str, Any]]
+) -> None:
+    scaled = [0.0 if math.isnan(value) else value * shown.scale for value in values]
+    axes.barh(range(len(values)), scaled, color=[look["color"] for look in looks.values()], height=0.7)
+    for place, (value, width) in enumerate(zip(values, scaled, strict=True)):
+        text = shown.text(value)
+        axes.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    _title(axes, shown.heading, f"{shown.better} is better" if shown.better else "")
+    axes.set_xlim(0, 1.25 * max(scaled, default=0) or 1.0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.spines["bottom"].set_visible(False)

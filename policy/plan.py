@@ -1,0 +1,113 @@
+"""What the scheduler tells a runner or a clock: plans in, outcomes back, all plain values."""
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from pagedserve.policy.request import Request
+
+
+class PrefillChunk(NamedTuple):
+    """``num_tokens`` known tokens of ``request`` from position ``start``; ``samples``: it ends at the last one."""
+
+    request: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """All that a cost model sees of a step; exact integers.
+
+    ``chunks`` holds ``(num_tokens, context)`` for each prefill chunk, context being the tokens in KV before
+    it. Every decode computes one token; the context sums are over the decode group, in tokens in KV before
+    this step. ``num_samples`` rows go through the LM head.
+    """
+
+    chunks: tuple[tuple[int, int], ...] = ()
+    num_decodes: int = 0
+    decode_context_sum: int = 0
+    decode_context_max: int = 0
+    decode_context_sumsq: int = 0
+    num_samples: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(chunk[0] for chunk in self.chunks) + self.num_decodes
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as a delta against the worker's mirror of requests and block tables.
+
+    A worker applies, in this order: ``departed`` (forget them), ``preempted`` (forget their block tables),
+    ``left`` and ``joined`` (members of the decode group), ``new_requests`` (facts, sent once), ``new_blocks``
+    (appended to block tables; cached prefix blocks come first), then computes ``chunks`` and one token for
+    each of ``decodes``. ``decodes`` is the same tuple object as long as the group does not change, and empty
+    in a step that does not run it.
+
+    ``filled`` names ``(request, block index)`` completed by this step whose key the scheduler does not know:
+    their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched; then
+    ``wake_ns`` may say when to ask again.
+    """
+
+    step: int | None
+    new_requests: tuple[Request, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    decodes: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+    departed: tuple[int, ...] = ()
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    filled: tuple[tuple[int, int], ...] = ()
+    shape: StepShape = StepShape()
+    num_recomputed_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    wake_ns: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.step is not None
+
+    def digest(self) -> int:
+        """A signed 64-bit hash of every decision in the plan, equal in any process."""
+        flat = [self.step or 0, len(self.decodes), len(self.new_requests)]
+        flat += [request.id for request in self.new_requests]
+        for chunk in self.chunks:
+            flat += chunk
+        for ids in (self.joined, self.left, self.preempted, self.departed):
+            flat.append(len(ids))
+            flat += ids
+        for owner, blocks in self.new_blocks:
+            flat += (owner, len(blocks))
+            flat += blocks
+        for pair in self.filled:
+            flat += pair
+        return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step brought for one request.
+
+    Only requests with something to say need one: a request that sampled has ``num_tokens=1`` without a stop
+    by default. ``stop_reason`` ends the request with that reason ("stop", ...). ``new_block_keys`` are the
+    keys of the request's blocks named in the plan's ``filled``, in that order.
+    """
+
+    request: int
+    num_tokens: int = 1
+    stop_reason: str | None = None
+    new_block_keys: tuple[Hashable, ...] = ()
+
+
+class Finished(NamedTuple):
+    """A request that ended at a commit: why, and with how many output tokens."""
+
+    request: int
+    reason: str
+    num_output_tokens: int
