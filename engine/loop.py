@@ -49,7 +49,6 @@ class EngineLoop:
         self._aborts: deque[tuple[int, str]] = deque()
         self._in_flight: deque[StepPlan] = deque()
         self._blocked = False
-        self.wake_ns: int | None = None
 
     def now_ns(self) -> int:
         """The time of the next verb: later than any before."""
@@ -70,11 +69,8 @@ class EngineLoop:
         return bool(self._adds or self._aborts or self._in_flight or self.scheduler.has_work)
 
     def step(self) -> bool:
-        """One turn; False when there was nothing to launch or wait for, and the caller may sleep.
-
-        It may sleep until something is handed in, or until ``wake_ns`` if that is set.
-        """
-        if self._take_intake() or (self.wake_ns is not None and self._clock() >= self.wake_ns):
+        """One turn; False when nothing can be done until something is handed in: the caller may sleep."""
+        if self._take_intake():
             self._blocked = False
         plan = self._schedule() if self.scheduler.has_work and not self._blocked else None
         if self._in_flight:
@@ -114,7 +110,6 @@ class EngineLoop:
         now_ns = self.now_ns()
         plan = self.scheduler.schedule(now_ns)
         self._recorder.scheduled(plan, now_ns)
-        self.wake_ns = plan.wake_ns
         return plan if plan else None
 
     def _commit(self) -> None:

@@ -6,6 +6,7 @@ Names, defaults and meanings are vLLM's (https://docs.vllm.ai, `SamplingParams`)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 # Below this temperature a row is greedy: vLLM's threshold. Nothing smaller reaches a division.
 GREEDY_TEMPERATURE = 1e-5
@@ -29,8 +30,9 @@ class _Limits:
         kind, word = (Integral, "a whole number") if self.whole else (Real, "a number")
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r}; it must be {word}: {self.advice}")
+        number: Any = value
         # Written so that NaN fails.
-        if not self.low <= value <= self.high or (self.low_excluded and value == self.low):
+        if not self.low <= number <= self.high or (self.low_excluded and number == self.low):
             opening = "(" if self.low_excluded else "["
             interval = f"{opening}{self.low}, {self.high}]"
             raise ValueError(f"{name} is {value}; it must lie in {interval}: {self.advice}")

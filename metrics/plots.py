@@ -152,8 +152,8 @@ def _figure(
     if not labels:
         raise ValueError("no records to draw: expected at least one label with its record")
     colours = sns.color_palette("colorblind", len(labels))
-    # Of two lines that agree, a live run and its simulation say, the first still shows beneath the second.
-    widths = (2.6, 1.2) if len(labels) == 2 else (1.6,) * len(labels)
+    # Later lines are thinner: where runs agree, live and simulated say, the earlier one shows beneath.
+    widths = np.linspace(2.6, 1.2, len(labels)) if len(labels) > 1 else (1.6,)
     looks = {
         label: {"color": colours[i], "linewidth": widths[i], "linestyle": DASHES[i // 10 % len(DASHES)]}
         for i, label in enumerate(labels)

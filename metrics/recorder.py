@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Hashable, Iterable
+from hashlib import blake2b
 from typing import Any
 
 import pyarrow as pa
@@ -100,7 +101,7 @@ class Recorder:
             self._ended(end.request, end.reason, now_ns)
 
     def record(self, header: dict[str, Any]) -> RunRecord:
-        """The record so far; requests still open are kept as "unfinished", steps not committed are left out."""
+        """The record so far: open requests are kept as "unfinished", uncommitted steps are left out."""
         for request in list(self._live):
             self._ended(request, "unfinished", None)
         num_steps = len(self._steps.columns["commit_ns"])
@@ -179,7 +180,7 @@ class Recorder:
         columns["num_preemptions"].append(scheduler.num_preemptions - self._num_preemptions)
         columns["num_recomputed_tokens"].append(plan.num_recomputed_tokens)
         columns["num_prefix_hit_tokens"].append(plan.num_prefix_hit_tokens)
-        columns["plan_digest"].append(plan.digest())
+        columns["plan_digest"].append(plan_digest(plan))
         self._num_preemptions = scheduler.num_preemptions
 
     def _append_plan(self, plans: "_Columns", plan: StepPlan, outcomes: Iterable[Outcome]) -> None:
@@ -212,6 +213,23 @@ class Recorder:
             return None
         numbers = self._key_numbers
         return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def plan_digest(plan: StepPlan) -> int:
+    """A signed 64-bit hash of every decision in a plan, equal in any process."""
+    flat = [plan.step or 0, len(plan.decodes), len(plan.new_requests)]
+    flat += [request.id for request in plan.new_requests]
+    for chunk in plan.chunks:
+        flat += chunk
+    for ids in (plan.joined, plan.left, plan.preempted, plan.departed):
+        flat.append(len(ids))
+        flat += ids
+    for owner, blocks in plan.new_blocks:
+        flat += (owner, len(blocks))
+        flat += blocks
+    for pair in plan.filled:
+        flat += pair
+    return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class _Columns:

@@ -1,7 +1,7 @@
 """Batching rules: which running and waiting requests share a step.
 
-A rule is a class with ``compose(step)``, which spends the step's budget through the step's verbs
-(`pagedserve.policy.step.Step`). An optional ``steady_for(step) -> int`` says for how many further steps it
+A rule is a class with ``compose(step)``, which spends the step's budget through the verbs of
+`pagedserve.policy.step.Step`. An optional ``steady_for(step) -> int`` says for how many further steps it
 would compose the same, unless something is added, aborted or stopped.
 """
 
@@ -24,7 +24,6 @@ class Serial:
     """One request at a time, from its prompt to its last token."""
 
     def compose(self, step: Step) -> None:
-        """Continue the running request, or admit the next."""
         if step.num_running == 0:
             step.admit_in_order(max_requests=1)
         else:
@@ -49,17 +48,15 @@ class Static:
         self._num_to_admit = 0
 
     def compose(self, step: Step) -> None:
-        """Prompts of the batch first, then decodes."""
         if step.num_running == 0:
-            self._num_to_admit = min(step.num_waiting, step.budget.num_seats)
+            self._num_to_admit = min(step.num_waiting, step.num_seats)
         step.continue_prefills()
         if self._num_to_admit:
             self._num_to_admit -= step.admit_in_order(max_requests=self._num_to_admit)
-            # Out of tokens: the rest of the batch follows in the next step. Out of blocks: it is closed.
-            if step.budget.num_tokens and step.num_chunks:
-                self._num_to_admit = 0
-        if not step.num_chunks:
+        if step.num_tokens or not step.chunks:
+            # Tokens are left, so seats or blocks are not: the batch is closed.
             self._num_to_admit = 0
+        if not step.chunks:
             step.decode()
 
     def steady_for(self, step: Step) -> int:
@@ -71,14 +68,13 @@ class PrefillFirst:
     """Continuous batching without mixing: a step computes prompts while any can be, otherwise decodes.
 
     Prompts are not cut, save one that is longer than the whole token budget. New requests therefore stall
-    the running ones (Orca/early vLLM): short TTFT, long gaps between tokens.
+    the running ones (Orca, early vLLM): short TTFT, long gaps between tokens.
     """
 
     def compose(self, step: Step) -> None:
-        """Prompts, or else decodes."""
         step.continue_prefills()
         step.admit_in_order(whole=True)
-        if not step.num_chunks:
+        if not step.chunks:
             step.decode()
 
     def steady_for(self, step: Step) -> int:
@@ -94,7 +90,6 @@ class Mixed:
     """
 
     def compose(self, step: Step) -> None:
-        """Decodes, then prompts in progress, then waiting requests."""
         step.decode()
         step.continue_prefills()
         step.admit_in_order()

@@ -23,7 +23,9 @@ def _check_places(scheduler: Scheduler) -> None:
     running, group = scheduler.running, scheduler.group.members
     parts = [scheduler.prefilling, scheduler.stalled, scheduler.draining, group]
     seated = [request for part in parts for request in part]
-    assert sorted(seated) == sorted(running), "running requests are not exactly those in one of the four places"
+    assert sorted(seated) == sorted(running), (
+        "running requests are not exactly those in one of the four places"
+    )
     assert all(state.status is Status.RUNNING for state in running.values())
     waiting = [state for state in scheduler.states.values() if state.queue_ticket is not None]
     assert len(waiting) == len(scheduler.waiting), "the queue's length is off"

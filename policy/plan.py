@@ -1,16 +1,14 @@
 """What the scheduler tells a runner or a clock: plans in, outcomes back, all plain values."""
 
-from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
 
 from pagedserve.policy.request import Request
 
 
 class PrefillChunk(NamedTuple):
-    """``num_tokens`` known tokens of ``request`` from position ``start``; ``samples``: it ends at the last one."""
+    """``num_tokens`` known tokens of ``request`` from position ``start``; ``samples``: up to the last one."""
 
     request: int
     start: int
@@ -51,8 +49,7 @@ class StepPlan:
     in a step that does not run it.
 
     ``filled`` names ``(request, block index)`` completed by this step whose key the scheduler does not know:
-    their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched; then
-    ``wake_ns`` may say when to ask again.
+    their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched.
     """
 
     step: int | None
@@ -68,26 +65,9 @@ class StepPlan:
     shape: StepShape = StepShape()
     num_recomputed_tokens: int = 0
     num_prefix_hit_tokens: int = 0
-    wake_ns: int | None = None
 
     def __bool__(self) -> bool:
         return self.step is not None
-
-    def digest(self) -> int:
-        """A signed 64-bit hash of every decision in the plan, equal in any process."""
-        flat = [self.step or 0, len(self.decodes), len(self.new_requests)]
-        flat += [request.id for request in self.new_requests]
-        for chunk in self.chunks:
-            flat += chunk
-        for ids in (self.joined, self.left, self.preempted, self.departed):
-            flat.append(len(ids))
-            flat += ids
-        for owner, blocks in self.new_blocks:
-            flat += (owner, len(blocks))
-            flat += blocks
-        for pair in self.filled:
-            flat += pair
-        return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)

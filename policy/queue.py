@@ -14,9 +14,8 @@ class WaitingQueue:
         self._order = order
         self._fixed = getattr(order, "key_is_fixed", False)
         self._heap: list[tuple[bool, Any, int, int, RequestState]] = []
-        self._num_tickets = 0
+        self._num_tickets = self._size = 0
         self._keyed_ns: int | None = None
-        self._size = 0
 
     def __len__(self) -> int:
         return self._size
@@ -24,10 +23,10 @@ class WaitingQueue:
     def push(self, state: RequestState, now_ns: int, resumes: bool = False) -> None:
         """Enter a request; ``resumes``: it was preempted and goes before those that never ran."""
         self._num_tickets += 1
+        self._size += 1
         state.queue_ticket = self._num_tickets
         key = self._order.key(state, now_ns)
         heapq.heappush(self._heap, (not resumes, key, state.intake, self._num_tickets, state))
-        self._size += 1
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
@@ -38,17 +37,14 @@ class WaitingQueue:
     def first(self, now_ns: int) -> RequestState | None:
         """The next request to admit, which stays in the queue; None when empty."""
         self._rekey(now_ns)
-        while self._heap:
-            *_, ticket, state = self._heap[0]
-            if state.queue_ticket == ticket:
-                return state
+        while self._heap and self._heap[0][4].queue_ticket != self._heap[0][3]:
             heapq.heappop(self._heap)
-        return None
+        return self._heap[0][4] if self._heap else None
 
     def in_order(self, now_ns: int) -> list[RequestState]:
         """All waiting requests in admission order; costs a sort."""
         self._rekey(now_ns)
-        return [entry[4] for entry in sorted(self._heap, key=lambda e: e[:4]) if entry[4].queue_ticket == entry[3]]
+        return [entry[4] for entry in sorted(self._heap) if entry[4].queue_ticket == entry[3]]
 
     def _rekey(self, now_ns: int) -> None:
         """Keys that depend on the time are computed anew, once for each instant."""

@@ -43,13 +43,13 @@ class Status(Enum):
     ABORTED = "aborted"
 
 
-LEGAL_MOVES: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.RUNNING, Status.ABORTED}),
-    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED, Status.ABORTED}),
+LEGAL_MOVES: dict[Status, tuple[Status, ...]] = {
+    Status.WAITING: (Status.RUNNING, Status.ABORTED),
+    Status.RUNNING: (Status.PREEMPTED, Status.FINISHED, Status.ABORTED),
     # A preempted request may finish: its last token was in flight when it lost its blocks.
-    Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED, Status.ABORTED}),
-    Status.FINISHED: frozenset(),
-    Status.ABORTED: frozenset(),
+    Status.PREEMPTED: (Status.RUNNING, Status.FINISHED, Status.ABORTED),
+    Status.FINISHED: (),
+    Status.ABORTED: (),
 }
 
 
@@ -62,19 +62,19 @@ class RequestState:
     each scheduled request a number of tokens, and a step that ends at the known tokens samples one more.
 
     While the request is in the decode group its progress follows from the group's round counter, so that
-    a step costs nothing per running request; the properties below hide that.
+    a step costs nothing per running request: read it through the properties.
     """
 
     request: Request
     limit: int
-    """Output tokens after which it finishes with "length": ``max_tokens``, the model's or the pool's room."""
+    """Output tokens after which it ends with "length"; see `Limits.output_limit`."""
     intake: int
     """Position in the order of ``add`` calls."""
     status: Status = Status.WAITING
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
     block_keys: list[Hashable] | None = None
-    """Keys known so far, prompt blocks first; grows with the keys of generated blocks."""
+    """Keys known so far: of prompt blocks, then of generated ones."""
     admission: int = 0
     """Position in the order of admissions; renewed on resumption."""
     first_schedule_ns: int | None = None
@@ -83,16 +83,16 @@ class RequestState:
     """Prompt tokens found in the prefix cache at the first admission."""
     num_recomputed_tokens: int = 0
     high_water: int = 0
-    """Tokens that had been computed before the last preemption."""
-    queue_ticket: int | None = None
-    group_ticket: int | None = None
+    """Tokens that had been computed before a preemption."""
+    samples_since: int | None = None
+    """First step of the present unbroken run of sampling steps, None while it computes its prompt."""
     base_computed: int = 0
     base_sampled: int = 0
     base_last_step: int | None = None
-    samples_since: int | None = None
-    """First step of the present unbroken run of sampling steps, None while it computes its prompt."""
     mark: int = 0
     group: DecodeGroup | None = None
+    group_ticket: int | None = None
+    queue_ticket: int | None = None
 
     @property
     def id(self) -> int:

@@ -1,7 +1,7 @@
 """What a policy is made of, and the names under which the built-in parts are found."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pagedserve.policy.batching import BatchingRule, Mixed, PrefillFirst, Serial, Static
@@ -19,6 +19,7 @@ PARTS: dict[str, dict[str, Callable[[], Any]]] = {
         "contiguous_limit": ContiguousLimit,
     },
 }
+PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,54 +44,23 @@ class Policy:
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark is {self.watermark}; it is a share of the pool, from 0 to below 1")
-        for kind in PARTS:
-            part_class(kind, getattr(self, kind))
+        for kind, known in PARTS.items():
+            value = getattr(self, kind)
+            if isinstance(value, str) and value not in known:
+                raise ValueError(
+                    f"unknown {kind} {value!r}; choose from {', '.join(known)}, or pass an object"
+                )
 
     def part(self, kind: str) -> Any:
         """A fresh built-in part of that kind, or the object given."""
         value = getattr(self, kind)
         return PARTS[kind][value]() if isinstance(value, str) else value
 
-    def describe(self) -> dict[str, Any]:
-        """Names and settings, for a record's header: parts by registered name or by class and its settings."""
-        described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in PARTS}
-        for kind in PARTS:
-            value = getattr(self, kind)
-            described[kind] = value if isinstance(value, str) else _describe_object(value)
-        return described
-
-
-def part_class(kind: str, value: object) -> type:
-    """The class of a part; ValueError lists the names when a name is unknown."""
-    if not isinstance(value, str):
-        return type(value)
-    if value not in PARTS[kind]:
-        raise ValueError(f"unknown {kind} {value!r}; choose from {', '.join(PARTS[kind])}, or pass an object")
-    return PARTS[kind][value]().__class__
-
-
-def _describe_object(value: object) -> dict[str, Any]:
-    if is_dataclass(value):
-        settings: Mapping[str, Any] = {f.name: getattr(value, f.name) for f in fields(value)}
-    else:
-        settings = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
-    plain = {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool | None)}
-    return {"class": type(value).__qualname__, **plain}
-
 
 PRESETS: dict[str, Policy] = {
-    "serial": Policy(batching="serial", name="serial"),
-    "static": Policy(batching="static", name="static"),
-    "prefill_first": Policy(batching="prefill_first", name="prefill_first"),
-    "mixed": Policy(batching="mixed", name="mixed"),
-    # vLLM V1: running requests first, whole prompt gate, no watermark, prefix caching on.
-    "vllm_v1": Policy(
-        batching="mixed",
-        watermark=0.0,
-        scheduler_reserve_full_isl=True,
-        enable_prefix_caching=True,
-        name="vllm_v1",
-    ),
+    **{rule: Policy(batching=rule, name=rule) for rule in PARTS["batching"]},
+    # vLLM V1: running requests first, whole-prompt gate, no watermark, prefix caching on.
+    "vllm_v1": Policy(batching="mixed", watermark=0.0, enable_prefix_caching=True, name="vllm_v1"),
 }
 
 
@@ -102,17 +72,16 @@ def policy_names() -> tuple[str, ...]:
 def policy(preset: str, **changes: Any) -> Policy:
     """A preset with changes, as in ``policy("mixed", allocator="contiguous_max")``.
 
-    Contiguous allocators cannot share blocks, so choosing one turns prefix caching off unless it was asked
-    for. ValueError lists the presets or fields when a name is unknown.
+    Contiguous allocators cannot share blocks, so naming one turns prefix caching off unless it was asked
+    for. ValueError lists the presets or settings when a name is unknown.
     """
+    known = [field.name for field in fields(Policy)]
     if preset not in PRESETS:
         raise ValueError(f"unknown policy {preset!r}; choose from {', '.join(PRESETS)}")
-    known = [f.name for f in fields(Policy)]
-    for name in changes:
-        if name not in known:
-            raise ValueError(f"unknown policy setting {name!r}; choose from {', '.join(known)}")
-    if changes.get("allocator", "paged") != "paged" and isinstance(changes["allocator"], str):
+    for name in changes.keys() - set(known):
+        raise ValueError(f"unknown policy setting {name!r}; choose from {', '.join(known)}")
+    parts = [f"{k}={v if isinstance(v, PLAIN) else type(v).__name__}" for k, v in changes.items()]
+    if str(changes.get("allocator")).startswith("contiguous"):
         changes.setdefault("enable_prefix_caching", False)
-    parts = [f"{k}={v if isinstance(v, str | int | float) else type(v).__name__}" for k, v in changes.items()]
     changes.setdefault("name", " ".join([preset, *parts]))
     return replace(PRESETS[preset], **changes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pagedserve.policy.budget import StepBudgetState
 from pagedserve.policy.errors import IllegalPlan
 from pagedserve.policy.plan import PrefillChunk
 from pagedserve.policy.request import Request, RequestState, Status
@@ -15,25 +14,25 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """One step under composition. Order of effects is the order of calls; preemptions undo earlier ones."""
+    """One step under composition: its budget, what was chosen so far, and the verbs that choose.
+
+    ``num_tokens`` and ``num_seats`` are what may still be spent; blocks are the allocator's own count. Every
+    choice takes from them, and preempting a request gives back what the step had given it.
+    """
 
     def __init__(self, scheduler: Scheduler, now_ns: int) -> None:
-        self._scheduler = scheduler
-        self._allocator = scheduler.allocator
+        self._scheduler, self._allocator = scheduler, scheduler.allocator
+        self._rule = type(scheduler.batching).__name__
         self.now_ns = now_ns
         self.number = scheduler.next_step
-        limits = scheduler.limits
-        self.budget = StepBudgetState(
-            limits.max_num_batched_tokens, limits.max_num_seqs - len(scheduler.running), scheduler.allocator
-        )
+        self.num_tokens = scheduler.limits.max_num_batched_tokens
+        self.num_seats = scheduler.limits.max_num_seqs - len(scheduler.running)
         self.chunks: dict[int, PrefillChunk] = {}
+        self.decodes = False
         self.new_requests: dict[int, Request] = {}
         self.new_blocks: dict[int, tuple[int, ...]] = {}
         self.preempted: list[int] = []
-        self.decodes = False
-        self.wake_ns: int | None = None
-        self.num_recomputed_tokens = 0
-        self.num_prefix_hit_tokens = 0
+        self.num_recomputed_tokens = self.num_prefix_hit_tokens = 0
 
     # What a rule may look at.
 
@@ -48,18 +47,13 @@ class Step:
         return len(self._scheduler.waiting)
 
     @property
-    def num_chunks(self) -> int:
-        """Prefill chunks chosen so far."""
-        return len(self.chunks)
-
-    @property
     def running(self) -> Iterator[RequestState]:
         """Requests that hold a seat, in admission order."""
         return iter(self._scheduler.running.values())
 
     def prefilling(self) -> list[RequestState]:
-        """Running requests with known tokens left to compute and no chunk in this step, in admission order."""
-        return [s for s in self._scheduler.prefilling.values() if s.id not in self.chunks]
+        """Running requests with known tokens to compute and no chunk in this step, in admission order."""
+        return [state for state in self._scheduler.prefilling.values() if state.id not in self.chunks]
 
     def waiting(self) -> list[RequestState]:
         """Waiting requests in admission order; costs a sort."""
@@ -74,31 +68,30 @@ class Step:
     def decode(self) -> None:
         """Run the decode group: one token for each member, preempting where blocks run out."""
         scheduler, group = self._scheduler, self._scheduler.group
-        needy = group.pop_needing_block()
+        if self.decodes:
+            raise IllegalPlan(f"{self._rule} asked for the decodes of step {self.number} twice")
+        needy = group.needing_block()
         if scheduler.stalled:
-            needy = sorted([*needy, *scheduler.stalled.values()], key=lambda s: s.admission)
+            needy = sorted([*needy, *scheduler.stalled.values()], key=lambda state: state.admission)
         for state in needy:
             if state.status is not Status.RUNNING:
                 continue
             blocks = self._obtain(state, state.num_computed_tokens + 1)
-            if blocks is None:
-                if state.group is not None:
-                    group.leave(state)
-                    scheduler.stalled[state.id] = state
-            elif state.group is not None:
+            if blocks is None and state.group is not None:
+                group.leave(state)
+                scheduler.stalled[state.id] = state
+            elif blocks is not None and state.group is not None:
                 group.grown(state)
-            else:
+            elif blocks is not None:
                 del scheduler.stalled[state.id]
                 group.join(state, self.number)
-        self.budget.take(scheduler.batching, len(group) if not self.decodes else 0)
-        self.decodes = self.decodes or len(group) > 0
+        self._spend(len(group))
+        self.decodes = len(group) > 0
 
     def continue_prefills(self) -> None:
         """Go on with running requests' known tokens, oldest first, as far as the token budget reaches."""
         for state in self.prefilling():
-            if not self.budget.num_tokens:
-                break
-            if state.status is Status.RUNNING:
+            if self.num_tokens and state.status is Status.RUNNING:
                 self.chunk(state)
 
     def chunk(self, state: RequestState, num_tokens: int | None = None) -> int:
@@ -109,15 +102,14 @@ class Step:
         wanted = state.num_remaining_tokens if num_tokens is None else num_tokens
         if state.id in self.chunks or state.id not in self._scheduler.prefilling or wanted < 1:
             raise IllegalPlan(
-                f"{type(self._scheduler.batching).__name__} asked for {wanted} tokens of request {state.id}, "
-                f"which has {state.num_remaining_tokens} to compute, is {state.status.value}"
-                + (" and has a chunk in this step already" if state.id in self.chunks else "")
+                f"{self._rule} asked for a chunk of {wanted} tokens of request {state.id}, which is "
+                f"{state.status.value}, has {state.num_remaining_tokens} tokens to compute and "
+                f"{int(state.id in self.chunks)} chunks in this step"
             )
-        wanted = min(wanted, state.num_remaining_tokens, self.budget.num_tokens)
+        wanted = min(wanted, state.num_remaining_tokens, self.num_tokens)
         if wanted < 1 or self._obtain(state, state.num_computed_tokens + wanted) is None:
             return 0
-        self._assign(state, wanted)
-        return wanted
+        return self._assign(state, wanted)
 
     def admit_in_order(self, max_requests: int | None = None, whole: bool = False) -> int:
         """Admit waiting requests in admission order until one does not fit; return how many.
@@ -142,63 +134,73 @@ class Step:
         """
         scheduler, allocator = self._scheduler, self._allocator
         if state.queue_ticket is None:
-            raise IllegalPlan(
-                f"{type(scheduler.batching).__name__} admitted request {state.id}, which is {state.status.value}"
-            )
-        if self.preempted or self.budget.num_seats < 1 or self.budget.num_tokens < 1:
-            return 0
-        if scheduler.refused_admission == (state.id, self.budget.num_tokens, allocator.num_releases):
+            raise IllegalPlan(f"{self._rule} admitted request {state.id}, which is {state.status.value}")
+        attempt = (state.id, self.num_tokens, allocator.num_releases)
+        if (
+            self.preempted
+            or not self.num_seats
+            or not self.num_tokens
+            or scheduler.refused_admission == attempt
+        ):
             return 0
         hits = allocator.lookup(state)
         start, known = len(hits) * scheduler.limits.block_size, state.num_known_tokens
         wanted = known - start if num_tokens is None else min(num_tokens, known - start)
-        end = start + min(wanted, self.budget.num_tokens)
-        if whole and wanted > self.budget.num_tokens and self.num_chunks:
+        if wanted < 1:
+            raise IllegalPlan(
+                f"{self._rule} admitted request {state.id} with {num_tokens} tokens; give 1 or more"
+            )
+        if whole and wanted > self.num_tokens and self.chunks:
             return 0
+        end = start + min(wanted, self.num_tokens)
         gate = known if scheduler.policy.scheduler_reserve_full_isl else end
-        need = max(0, allocator.num_missing(state, gate) - len(hits))
-        keep = scheduler.watermark_blocks if scheduler.running else 0
-        if not allocator.fits(need + allocator.num_reclaimed(hits), keep):
-            scheduler.refused_admission = (state.id, self.budget.num_tokens, allocator.num_releases)
+        need = max(0, allocator.num_missing(state, gate) - len(hits)) + allocator.num_reclaimed(hits)
+        if not allocator.fits(need, scheduler.watermark_blocks if scheduler.running else 0):
+            scheduler.refused_admission = attempt
             return 0
         self._seat(state, hits, start)
         self._append_blocks(state, end)
-        self._assign(state, end - start)
-        return end - start
-
-    def wake_at(self, now_ns: int) -> None:
-        """If nothing is scheduled, ask again at this time at the latest."""
-        self.wake_ns = now_ns if self.wake_ns is None else min(self.wake_ns, now_ns)
+        return self._assign(state, end - start)
 
     # How it is done.
 
+    def _spend(self, num_tokens: int) -> None:
+        if num_tokens > self.num_tokens:
+            raise IllegalPlan(
+                f"{self._rule} asked for {num_tokens} tokens; the step has {self.num_tokens} left"
+            )
+        self.num_tokens -= num_tokens
+
     def _seat(self, state: RequestState, hits: tuple[int, ...], start: int) -> None:
         scheduler = self._scheduler
-        self.budget.take(scheduler.batching, 0, 1)
+        self.num_seats -= 1
         scheduler.waiting.remove(state)
         state.move(Status.RUNNING)
         scheduler.num_admissions += 1
         state.admission = scheduler.num_admissions
         scheduler.running[state.id] = scheduler.prefilling[state.id] = state
         self._allocator.take_hits(state, hits)
-        state.base_computed = start
-        state.samples_since = None
+        scheduler.ledger.shared(hits)
+        state.base_computed, state.samples_since = start, None
         self.new_blocks[state.id] = hits
         self.num_prefix_hit_tokens += start
         if state.first_schedule_ns is None:
-            state.first_schedule_ns = self.now_ns
-            state.num_prefix_hit_tokens = start
+            state.first_schedule_ns, state.num_prefix_hit_tokens = self.now_ns, start
             self.new_requests[state.id] = state.request
 
-    def _assign(self, state: RequestState, num_tokens: int) -> None:
+    def _assign(self, state: RequestState, num_tokens: int) -> int:
         """Book a chunk whose blocks are held."""
-        self.budget.take(self._scheduler.batching, num_tokens)
-        start = state.base_computed
+        self._spend(num_tokens)
         samples = num_tokens == state.num_remaining_tokens
-        self.chunks[state.id] = PrefillChunk(state.id, start, num_tokens, samples)
-        state.base_computed += num_tokens
-        self._allocator.num_live_tokens += num_tokens
-        again = max(0, min(state.base_computed, state.high_water) - start)
+        chunk = self.chunks[state.id] = PrefillChunk(state.id, state.base_computed, num_tokens, samples)
+        self._book(state, chunk, 1)
+        return num_tokens
+
+    def _book(self, state: RequestState, chunk: PrefillChunk, sign: int) -> None:
+        """Count a chunk's tokens as computed, or take that back."""
+        again = sign * max(0, min(chunk.start + chunk.num_tokens, state.high_water) - chunk.start)
+        state.base_computed += sign * chunk.num_tokens
+        self._allocator.num_live_tokens += sign * chunk.num_tokens
         state.num_recomputed_tokens += again
         self.num_recomputed_tokens += again
 
@@ -209,54 +211,40 @@ class Step:
         free nothing sooner.
         """
         allocator, scheduler = self._allocator, self._scheduler
-        while True:
-            need = allocator.num_missing(state, num_tokens)
-            if allocator.fits(need):
-                return self._append_blocks(state, num_tokens)
+        while not allocator.fits(need := allocator.num_missing(state, num_tokens)):
             coming = allocator.num_quarantined_blocks + scheduler.num_draining_blocks()
             if need <= allocator.num_free_blocks + coming:
                 return None
             victim = scheduler.choose_victim(state, self.now_ns)
-            if victim is None:
+            if victim is not None:
+                self._preempt(victim)
+            if victim is None or victim is state:
                 return None
-            self._preempt(victim)
-            if victim is state:
-                return None
+        return self._append_blocks(state, num_tokens)
 
     def _append_blocks(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
-        allocator, limits = self._allocator, self._scheduler.limits
-        blocks = allocator.grow(state, num_tokens)
-        if len(state.block_table) * limits.block_size < num_tokens or not all(
-            0 <= block < limits.num_blocks for block in blocks
-        ):
-            raise IllegalPlan(
-                f"{type(allocator).__name__} gave request {state.id} blocks {blocks} of a pool of "
-                f"{limits.num_blocks}; its table of {len(state.block_table)} must hold {num_tokens} tokens"
-            )
+        scheduler, blocks = self._scheduler, self._allocator.grow(state, num_tokens)
+        block_size, done = scheduler.limits.block_size, scheduler.last_committed
+        scheduler.ledger.granted(state, num_tokens, block_size, blocks, done)
         if blocks:
             self.new_blocks[state.id] = self.new_blocks.get(state.id, ()) + blocks
         return blocks
 
     def _preempt(self, victim: RequestState) -> None:
         """Take back what the step gave the victim, then its blocks; it goes to the front of the queue."""
-        scheduler = self._scheduler
         chunk = self.chunks.pop(victim.id, None)
         if chunk is not None:
-            victim.base_computed -= chunk.num_tokens
-            self._allocator.num_live_tokens -= chunk.num_tokens
-            again = max(0, min(chunk.start + chunk.num_tokens, victim.high_water) - chunk.start)
-            victim.num_recomputed_tokens -= again
-            self.num_recomputed_tokens -= again
-        in_round = self.decodes and victim.group is not None
+            self._book(victim, chunk, -1)
+        self.num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
+        self.num_seats += 1
         self.new_blocks.pop(victim.id, None)
         if self.new_requests.pop(victim.id, None) is not None:
             victim.first_schedule_ns = None
             self.num_prefix_hit_tokens -= victim.num_prefix_hit_tokens
-        scheduler.unseat(victim)
-        self.budget.give_back((chunk.num_tokens if chunk else 0) + in_round, 1)
+        self._scheduler.unseat(victim)
         victim.move(Status.PREEMPTED)
         victim.num_preemptions += 1
         victim.high_water = max(victim.high_water, victim.base_computed)
         victim.base_computed = 0
         self.preempted.append(victim.id)
-        scheduler.waiting.push(victim, self.now_ns, resumes=True)
+        self._scheduler.waiting.push(victim, self.now_ns, resumes=True)

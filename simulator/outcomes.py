@@ -64,9 +64,9 @@ class TrueLengths:
         for request in dict.fromkeys(self._stops.pop(self._num_rounds, ())):
             joined = self._joined_round.get(request)
             # Entries of an earlier membership are dead: they would name another round.
-            if joined is not None and self._num_sampled[request] + self._num_rounds - joined + 1 == self._length(
+            if joined is not None and self._num_sampled[
                 request
-            ):
+            ] + self._num_rounds - joined + 1 == self._length(request):
                 stops.append(request)
         self._num_rounds += 1
         return stops

@@ -91,7 +91,8 @@ class Replica:
                 self._commit(flight.plan)
                 flight = None
             elif not plan:
-                yield from self._idle(plan)
+                self._woken = Event(env)
+                yield self._woken
             if plan:
                 launch_ns = self._timing.launch_ns(plan, schedule_ns, int(env.now))
                 self._recorder.launched(launch_ns)
@@ -102,16 +103,6 @@ class Replica:
                     yield At(env, flight.commit_ns, COMMIT)
                     self._commit(plan)
                     flight = None
-
-    def _idle(self, plan: StepPlan | None) -> Generator[Event, Any, None]:
-        """Sleep until something is added or aborted, or until the time the empty plan named."""
-        self._woken = Event(self._env)
-        if plan is not None and plan.wake_ns is not None:
-            wake_ns = max(plan.wake_ns, int(self._env.now))
-            yield self._woken | At(self._env, wake_ns, SCHEDULE)
-        else:
-            yield self._woken
-        self._woken = None
 
     def _schedule(self) -> StepPlan:
         now_ns = int(self._env.now)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import replace
 from typing import Any
 
 import simpy
 from simpy.events import Event
 
-import pagedserve
+from pagedserve.metrics.header import run_header
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import Limits, Policy, Request, Scheduler, policy_names
@@ -57,8 +56,16 @@ def simulate(
     """
     chosen = _policy(policy)
     if isinstance(trace, RunRecord):
-        if cost is not None or client_timeout_s is not None or max_in_flight is not None or aborts or max_tokens:
-            raise ValueError("a replayed record brings its own times, aborts and limits; pass only the policy")
+        if (
+            cost is not None
+            or client_timeout_s is not None
+            or max_in_flight is not None
+            or aborts
+            or max_tokens
+        ):
+            raise ValueError(
+                "a replayed record brings its own times, aborts and limits; pass only the policy"
+            )
         limits = limits or Limits(**trace.header["limits"])
         workload = recorded_workload(trace)
         timing: Timing = RecordedTimes(trace)
@@ -84,7 +91,7 @@ def simulate(
     env.process(clients.send())
     env.process(clients.give_up())
     env.run()
-    return recorder.record(_header(trace, chosen, limits, scheduler, cost))
+    return recorder.record(_header(trace, scheduler, cost))
 
 
 class Clients:
@@ -154,31 +161,25 @@ def _policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if policy not in policy_names():
-        raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(policy_names())}, or pass a Policy")
+        raise ValueError(
+            f"unknown policy {policy!r}; choose from {', '.join(policy_names())}, or pass a Policy"
+        )
     return policy_preset(policy)
 
 
-def _header(
-    trace: Trace | RunRecord, policy: Policy, limits: Limits, scheduler: Scheduler, cost: CostModel | None
-) -> dict[str, Any]:
+def _header(trace: Trace | RunRecord, scheduler: Scheduler, cost: CostModel | None) -> dict[str, Any]:
     """What the record says of the run; nothing in it depends on when or where it ran."""
     described = None if cost is None else cost.describe()
-    counters = {"num_preemptions": scheduler.num_preemptions, "num_discarded_tokens": scheduler.num_discarded_tokens}
-    if cost is not None:
-        counters["num_extrapolated"] = cost.num_extrapolated
     if isinstance(trace, RunRecord):
         source = {**trace.header["trace"], "replayed": True}
     else:
         source = {"name": trace.name, "sha256": trace.sha256(), "num_requests": len(trace)}
-    return {
-        "kind": "simulated",
-        "policy": policy.describe(),
-        "limits": asdict(limits),
-        "overlap_depth": scheduler.overlap_depth,
-        "seed": 0,
-        "device": None if described is None else {"name": described.get("device", described.get("name"))},
-        "cost": described,
-        "trace": source,
-        "versions": {"pagedserve": pagedserve.__version__, "simpy": version("simpy")},
-        "counters": counters,
-    }
+    return run_header(
+        "simulated",
+        scheduler,
+        trace=source,
+        device=None if described is None else {"name": described.get("device")},
+        cost=described,
+        packages=("simpy",),
+        counters={} if cost is None else {"num_extrapolated": cost.num_extrapolated},
+    )

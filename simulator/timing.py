@@ -58,8 +58,12 @@ class RecordedTimes:
         self._schedules = [at for kind, at in zip(kinds, times, strict=True) if kind == "schedule"]
         # A call the record does not have comes after all that it has.
         self._end_ns = max(times, default=0) + 1
-        self._launch = dict(zip(*(record.array("steps", name).tolist() for name in ("step", "launch_ns")), strict=True))
-        self._commit = dict(zip(*(record.array("steps", name).tolist() for name in ("step", "commit_ns")), strict=True))
+        self._launch = dict(
+            zip(*(record.array("steps", name).tolist() for name in ("step", "launch_ns")), strict=True)
+        )
+        self._commit = dict(
+            zip(*(record.array("steps", name).tolist() for name in ("step", "commit_ns")), strict=True)
+        )
 
     def schedule_ns(self, ready_ns: int) -> int:
         """See `Timing.schedule_ns`."""

@@ -43,7 +43,9 @@ def trace_workload(
     """Every row of a trace, sent at its arrival; ``block_size`` None leaves prompts without prefix keys."""
     requests = to_requests(trace, block_size, max_tokens)
     sends = ((request, request.arrival_ns, request.arrival_ns) for request in requests)
-    return Workload(sends, len(trace), trace.num_output_tokens.tolist(), sorted(aborts, key=lambda a: a.at_ns))
+    return Workload(
+        sends, len(trace), trace.num_output_tokens.tolist(), sorted(aborts, key=lambda a: a.at_ns)
+    )
 
 
 def recorded_workload(record: RunRecord) -> Workload:
@@ -62,7 +64,9 @@ def recorded_workload(record: RunRecord) -> Workload:
             sends.append((_recorded_request(row), row["due_ns"], call["now_ns"]))
         elif call["kind"] == "abort":
             reason = rows[call["subject"]]["finish_reason"] if call["subject"] in rows else "abort"
-            aborts.append(Abort(call["subject"], call["now_ns"], "timeout" if reason == "timeout" else "abort"))
+            aborts.append(
+                Abort(call["subject"], call["now_ns"], "timeout" if reason == "timeout" else "abort")
+            )
     lengths = {i: row["num_output_tokens"] for i, row in rows.items() if row["finish_reason"] == "stop"}
     keys: dict[tuple[int, int], int] = {}
     for plan in record.plans.select(["filled_requests", "filled_indices", "filled_keys"]).to_pylist():
@@ -72,6 +76,8 @@ def recorded_workload(record: RunRecord) -> Workload:
 
 
 def _recorded_request(row: Mapping[str, object]) -> Request:
-    facts = {name: row[name] for name in ("arrival_ns", "num_prompt_tokens", "max_tokens", "priority", "tenant")}
+    facts = {
+        name: row[name] for name in ("arrival_ns", "num_prompt_tokens", "max_tokens", "priority", "tenant")
+    }
     keys = row["prefix_keys"]
     return Request(id=row["request"], prefix_keys=None if keys is None else tuple(keys), **facts)  # pyright: ignore

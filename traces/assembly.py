@@ -62,7 +62,9 @@ def _late_rows(rows: RowsState, arrivals: IntArray) -> Tally:
     highest = np.maximum.accumulate(arrivals)
     late = np.flatnonzero(arrivals < highest)
     examples = tuple(
-        Example(rows.file, rows.row[i], rows.line[i], "arrival_ns", f"{arrivals[i]}, below {highest[i]}")
+        Example(
+            rows.file, rows.row[i], rows.line[i], rows.arrival_field, f"{arrivals[i]} ns, below {highest[i]}"
+        )
         for i in late[:MAX_EXAMPLES].tolist()
     )
     return Tally("reordered", LATE, len(late), examples)
@@ -99,7 +101,7 @@ def _refuse_reset(rows: RowsState, arrivals: IntArray) -> None:
         num_behind = int(caught_up[0]) if caught_up.size else num_rows - index
         if reached > first and num_behind >= max(2, num_rows // 100):
             raise TraceError(
-                f"{rows.file} line {rows.line[index]}: arrival_ns falls from {reached} back to "
-                f"{arrivals[index]} and stays below for {num_behind} rows: the clock starts over, so these "
-                "are two traces in one file. Split the file there, or sort its rows by time if they are one"
+                f"{rows.file} line {rows.line[index]}: {rows.arrival_field} falls from {reached} ns "
+                f"back to {arrivals[index]} and stays below for {num_behind} rows: the clock starts over, so "
+                "these are two traces in one file. Split the file there, or sort its rows if they are one"
             )

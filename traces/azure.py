@@ -75,6 +75,7 @@ def parse_2024(lines: NumberedLines, rows: RowsState) -> None:
 
 def _parse(lines: NumberedLines, rows: RowsState, has_zone: bool) -> None:
     line, text = next(lines)
+    rows.arrival_field, rows.output_field = "TIMESTAMP", "GeneratedTokens"
     header = rows.find_columns(line, rows.header_names(line, text), COLUMNS)
     for line, text in lines:
         try:

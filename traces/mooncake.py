@@ -22,6 +22,7 @@ NS_PER_MS = 1_000_000
 def parse(lines: NumberedLines, rows: RowsState) -> None:
     """Read every row; fields beyond the four are ignored and noted."""
     rows.block_size, rows.block_field = BLOCK_SIZE, "hash_ids"
+    rows.arrival_field, rows.output_field = "timestamp", "output_length"
     extra: dict[str, None] = {}
     for line, text in lines:
         try:

@@ -121,6 +121,8 @@ class RowsState:
     num_rows: int = 0
     block_size: int | None = None
     block_field: str = ""
+    arrival_field: str = "arrival_ns"
+    output_field: str = "num_output_tokens"
     arrival_ns: array[int] = field(default_factory=lambda: array("q"))
     num_prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
     num_output_tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -169,7 +171,7 @@ class RowsState:
         self.arrival_ns.append(arrival_ns)
         self.num_prompt_tokens.append(num_prompt)
         if num_output == 0:
-            self.count("changed", ZERO_OUTPUT, line, "output", "0")
+            self.count("changed", ZERO_OUTPUT, line, self.output_field, "0")
         self.num_output_tokens.append(max(1, num_output))
 
     def add_blocks(self, ids: Sequence[int]) -> None:

@@ -124,31 +124,28 @@ def _lengths(tokens: IntArray) -> LengthSummary | None:
 
 
 def _prefix(blocks: BlockIds, num_prompt_tokens: IntArray) -> PrefixSummary:
+    """An id fixes its whole prefix, so blocks before a seen one were seen too: hits are leading."""
     request = np.repeat(np.arange(len(blocks)), blocks.counts)
     position = np.arange(len(blocks.ids)) - blocks.offsets[:-1][request]
     tokens = np.minimum(blocks.block_size, num_prompt_tokens[request] - position * blocks.block_size)
     _, first, inverse = np.unique(blocks.ids, return_index=True, return_inverse=True)
-    seen = first[inverse] < blocks.offsets[:-1][request]
-    misses = np.concatenate(([0], np.cumsum(~seen)))
-    leading = misses[1:] == misses[blocks.offsets[:-1][request]]  # no miss from the prompt's start to here
+    seen = first[inverse] < np.arange(len(blocks.ids))
     hit_tokens = np.minimum(tokens, _most_before(inverse, tokens, blocks.block_size))
     return PrefixSummary(
         block_size=blocks.block_size,
         num_blocks=len(blocks.ids),
-        num_hit_blocks=int(leading.sum()),
+        num_hit_blocks=int(seen.sum()),
         num_prompt_tokens=int(num_prompt_tokens.sum()),
-        num_hit_tokens=int(hit_tokens[leading].sum()),
+        num_hit_tokens=int(hit_tokens[seen].sum()),
     )
 
 
 def _most_before(group: IntArray, tokens: IntArray, block_size: int) -> IntArray:
-    """For each block, the most tokens any earlier block of the same id holds, 0 if there is none."""
+    """For each block but the first of its id, the most tokens any earlier block of that id holds."""
     order = np.argsort(group, kind="stable")
     # A running maximum that starts afresh at each group: groups ascend, each gets its own storey of values.
     storey = group[order] * (block_size + 1)
     highest = np.maximum.accumulate(storey + tokens[order]) - storey
-    before = np.concatenate(([0], highest[:-1]))
-    before[np.flatnonzero(np.diff(group[order], prepend=-1))] = 0
-    result = np.empty_like(before)
-    result[order] = before
+    result = np.empty_like(highest)
+    result[order] = np.concatenate(([0], highest[:-1]))
     return result

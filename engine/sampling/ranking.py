@@ -56,7 +56,7 @@ def keep_top(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, widt
     """Weights with zero for every token outside each row's top k, then outside its nucleus.
 
     logits: [R, V], giving the order. weights: int64 [R, V], the distribution so far.
-    top_k: int64 [R], V for off; exactly k stay, the lower ids among equals, so that k = 1 is the greedy choice.
+    top_k: int64 [R], V for off; exactly k stay, of equals the lower ids: k = 1 is the greedy choice.
     top_p: float64 [R], 1 for off; the nucleus (Holtzman et al. 2020) is the shortest prefix of what top_k
     left that holds top_p of its mass: the token that crosses the line is kept, as in vLLM.
     width: how many tokens to rank at first; rows that need more are ranked again. It never shows in a result.

@@ -36,7 +36,7 @@ _ROW = np.dtype(
 class SamplingLayout:
     """What stays the same from step to step while the same requests are sampled; S of R rows use noise.
 
-    random_rows: int64 [S], rows of the batch; the num_ranked ones that need ranking (top_k, top_p) come first.
+    random_rows: int64 [S], rows of the batch; first the num_ranked ones that need ranking (top_k, top_p).
     temperature: float32 [S]. top_p: float64 [S]. top_k: int64 [S], the vocabulary size for off.
     min_weight: int64 [S], min_p as a share of the largest fixed-point weight.
     rank_width: the first guess for `ranking.keep_top`.

@@ -1,5 +1,7 @@
 """Small tokenizers of each kind, trained in memory on a text of many scripts."""
 
+import json
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 TEXTS = [
@@ -14,12 +16,12 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2 style; 90 merges on 256 bytes leave most characters split over tokens."""
+    """GPT-2 style; 40 merges on 256 bytes leave most characters split over tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=350,
+        vocab_size=300,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -36,10 +38,6 @@ def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
     trained.train_from_iterator(TEXTS[:1], trainer)
-    state = models.BPE.from_file  # the model's own state is reached through its saved form
-    assert state is not None
-    import json
-
     saved = json.loads(trained.to_str())["model"]
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *saved["vocab"], "▁▁", "▁▁▁▁"]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
@@ -49,3 +47,25 @@ def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """SentencePiece style without byte tokens: the decoder drops the marks of the first token itself."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+REPLACE, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+STRIP = decoders.Strip(content=" ", left=1)
+
+KINDS = {
+    "byte_level": byte_level(),
+    "llama": byte_fallback(decoders.Sequence([REPLACE, BYTES, FUSE, STRIP])),
+    "gguf_llama": byte_fallback(decoders.Sequence([BYTES, FUSE, REPLACE, STRIP])),
+    "gemma": byte_fallback(decoders.Sequence([REPLACE, BYTES, FUSE])),
+    "metaspace": metaspace(),
+}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -58,23 +58,26 @@ def textbook_philox(counter, key):
 def test_known_answers_on_every_kind_of_integer(counter, key, output):
     assert philox4x32(counter, key) == output
     assert textbook_philox(counter, key) == output
-    arrays = [tuple(np.array([word], dtype=np.int64) for word in group) for group in (counter, key)]
-    assert tuple(int(word[0]) for word in philox4x32(*arrays)) == output
-    tensors = [tuple(torch.tensor([word]) for word in group) for group in (counter, key)]
-    assert tuple(int(word[0]) for word in philox4x32(*tensors)) == output
+    for make in (lambda word: np.array([word], dtype=np.int64), lambda word: torch.tensor([word])):
+        c0, c1, c2, c3 = map(make, counter)
+        k0, k1 = map(make, key)
+        assert tuple(int(word[0]) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == output
 
 
+@settings(deadline=None)
 @given(st.tuples(words, words, words, words), st.tuples(words, words))
 def test_split_multiplication_equals_the_textbook(counter, key):
     assert philox4x32(counter, key) == textbook_philox(counter, key)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(MULTIPLIERS), words)
 def test_no_intermediate_leaves_signed_64_bits(multiplier, word):
     high, low = multiply_high_low(multiplier, torch.tensor([word]))
     assert (int(high) << 32 | int(low)) == multiplier * word
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(seeds, st.integers(0, 2**40), st.integers(0, 2**14)), min_size=1, max_size=8))
 def test_noise_is_the_same_alone_and_in_arrays(rows):
     alone = [noise_words(*row) for row in rows]

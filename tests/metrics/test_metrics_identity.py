@@ -96,6 +96,16 @@ def test_absent_plans_differ_from_none_at_all() -> None:
     assert content_digest(without) != content_digest(empty)
 
 
+def test_where_one_list_ends_and_the_next_begins_is_content() -> None:
+    a = hand_record([], [], [], plans=[{"block_ids": [1, 2]}, {"block_ids": [3]}])
+    b = hand_record([], [], [], plans=[{"block_ids": [1]}, {"block_ids": [2, 3]}])
+    assert (
+        first_difference(a, b)
+        == "plans: row 0 (step 0), column block_ids: [1, 2] in the first, [1] in the second"
+    )
+    assert content_digest(a) != content_digest(b)
+
+
 def test_parts_can_be_chosen() -> None:
     fault = changed("victim")
     without_plans = [part for part in PARTS if part != "plans"]

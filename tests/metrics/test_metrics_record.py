@@ -188,6 +188,25 @@ def test_a_write_that_fails_half_way_leaves_the_old_record(
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_swap_that_fails_puts_the_old_record_back(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record.save(tmp_path / "run")
+    rename = Path.rename
+
+    def refuses_the_new_one(path: Path, target: Path) -> Path:
+        if ".writing-" in path.name:
+            raise PermissionError("not now")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuses_the_new_one)
+    with pytest.raises(PermissionError, match="not now"):
+        hand_record([], [], []).save(tmp_path / "run", overwrite=True)
+    monkeypatch.undo()
+    assert first_difference(record, RunRecord.load(tmp_path / "run")) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
 def test_build_table_converts_and_names_what_does_not_fit() -> None:
     good = {"request": [1], "first_step": np.array([0], np.int32), "num_steps": (2,)}
     assert build_table("emissions", good).schema.equals(SCHEMAS["emissions"])

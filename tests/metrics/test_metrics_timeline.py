@@ -51,6 +51,8 @@ HAND = {
     "overlap": ([(0, 10), (1, 20), (11, 30)], [(0, 30)], 1, [(0, 1), (1, 11), (11, 30)]),
     # The stop of the only request is seen at 10; step 1 is a discarded row; then nothing until 50.
     "overlap, then idle": ([(0, 10), (1, 20), (50, 60)], [(0, 10), (50, 60)], 1, [(0, 1), (1, 20), (50, 60)]),
+    # As before, but the next request is planned while the discarded row still runs.
+    "overlap, no idle": ([(0, 10), (1, 20), (12, 30)], [(0, 10), (12, 30)], 1, [(0, 1), (1, 12), (12, 30)]),
     "no step": ([], [(None, None)], 0, []),
 }
 

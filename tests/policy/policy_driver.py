@@ -137,8 +137,9 @@ class Drive:
             launched = planned or self.schedule()
             planned = None
             if not launched:
-                if not self._sleep(todo, launched.wake_ns):
+                if not todo:
                     break
+                self.now_ns = todo[0][0]
                 continue
             if self.depth:
                 planned = self.schedule()
@@ -157,16 +158,6 @@ class Drive:
                 self.add(event)
             else:
                 self.abort(event)
-
-    def _sleep(self, todo: deque[tuple[int, int, int, Script | int]], wake_ns: int | None) -> bool:
-        """Move the clock to the next instant at which something can happen; False when there is none."""
-        instants = [todo[0][0]] if todo else []
-        if wake_ns is not None:
-            assert wake_ns > self.now_ns, "the policy asks to be woken now"
-            instants.append(wake_ns)
-        if instants:
-            self.now_ns = max(self.now_ns, min(instants))
-        return bool(instants)
 
     def check_drained(self) -> None:
         """CASES A5: nothing is held by anyone, and every request is accounted for."""

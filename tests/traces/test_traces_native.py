@@ -101,6 +101,13 @@ def test_the_format_as_documented(write: Write) -> None:
     assert path.read_text() == text
 
 
+def test_a_gzip_file_holds_neither_its_name_nor_the_time(tmp_path: Path) -> None:
+    write_trace(Trace.of("t", [0], [1], [1]), tmp_path / "t.csv.gz")
+    header = (tmp_path / "t.csv.gz").read_bytes()[:10]
+    assert header[3] == 0  # no flags, so no name
+    assert header[4:8] == bytes(4)  # no time
+
+
 def test_three_columns_are_enough_in_any_order(write: Write) -> None:
     trace = read_trace(
         write("num_output_tokens,arrival_ns,colour,num_prompt_tokens\n2,10,red,3\n4,20,blue,5\n")

@@ -52,6 +52,8 @@ def test_rescaled_arrivals_end_at_the_stated_time(burstiness: float, num_request
         arrivals = arrival_times(num_requests, 7.0, burstiness, seed=seed, rescale=True)
         assert arrivals[-1] == round(num_requests / 7.0 * 1e9)
         assert bool(np.all(np.diff(arrivals) >= 0))
+        years = arrival_times(num_requests, 1e-5 / 7, burstiness, seed=seed, rescale=True)
+        assert years[-1] == round(num_requests / (1e-5 / 7) * 1e9)  # past the nanoseconds a float can count
     plain = arrival_times(1000, 7.0, seed=2)
     scaled = arrival_times(1000, 7.0, seed=2, rescale=True)
     np.testing.assert_allclose(scaled / scaled[-1], plain / plain[-1], rtol=1e-6)

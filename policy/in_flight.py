@@ -1,0 +1,58 @@
+"""A scheduled step until its commit, and what its outcomes mean."""
+
+from collections.abc import Container, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from pagedserve.policy.blocks import Allocator
+from pagedserve.policy.plan import Outcome, StepPlan
+from pagedserve.policy.request import RequestState
+
+
+@dataclass(slots=True)
+class InFlightState:
+    """A step in flight: ``filled`` blocks as (request, block index, block) and who samples its last token.
+
+    ``dead`` requests ended while the step was in flight: their token of it is discarded.
+    """
+
+    plan: StepPlan
+    filled: list[tuple[RequestState, int, int]] = field(default_factory=list)
+    ends: list[RequestState] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+
+    def samples(self, state: RequestState) -> bool:
+        """Whether the step samples a token of the request."""
+        first, last, step = state.samples_since, state.last_step, self.plan.step
+        if first is None or last is None or step is None or not first <= step <= last:
+            return False
+        return step == first or bool(self.plan.decodes)
+
+    def check_outcomes(self, told: Mapping[int, Outcome], live: Container[int]) -> None:
+        """Every outcome must belong to the step, and every key that is due must be there, or ValueError."""
+        plan, due = self.plan, dict.fromkeys(told, 0)
+        for request, _ in plan.filled:
+            if request in live and request not in self.dead:
+                due[request] = due.get(request, 0) + 1
+        tokens = {chunk.request: int(chunk.samples) for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+        for request, num_keys in due.items():
+            given = told.get(request, Outcome(request, tokens.get(request, 0)))
+            if request not in tokens or given.num_tokens != tokens[request]:
+                raise ValueError(
+                    f"{given}: step {plan.step} samples {tokens.get(request)} tokens of {request}"
+                )
+            if given.stop_reason is not None and not tokens[request]:
+                raise ValueError(f"{given}: step {plan.step} samples nothing for it, so it cannot stop there")
+            if request not in self.dead and len(given.new_block_keys) != num_keys:
+                raise ValueError(f"{given}: step {plan.step} filled {num_keys} blocks that need a key")
+
+    def publish(self, told: Mapping[int, Outcome], allocator: Allocator) -> None:
+        """Put the blocks that the step filled under their keys."""
+        keys: dict[int, list[Hashable]] = {}
+        for state, index, block in self.filled:
+            if state.block_keys is None:
+                continue
+            if index == len(state.block_keys) and state.id in told and state.id not in self.dead:
+                given = keys.setdefault(state.id, list(told[state.id].new_block_keys))
+                state.block_keys.append(given.pop(0))
+            if index < len(state.block_keys):
+                allocator.publish(block, state.block_keys[index])

@@ -1,0 +1,69 @@
+"""Policy parts that a user might write, for the tests: all legal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedserve.policy import RequestState, Status
+from pagedserve.policy.step import Step
+
+
+class OldestVictim:
+    """Preempts the request admitted first."""
+
+    def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
+        """The first of ``candidates``."""
+        return candidates[0] if candidates else None
+
+
+class FewestComputedVictim:
+    """Preempts whoever has least to compute again."""
+
+    def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
+        """The one with the fewest computed tokens; the newest of equals."""
+        return min(reversed(candidates), key=lambda state: state.num_computed_tokens, default=None)
+
+
+class ShortestPromptFirst:
+    """Admits the shortest prompt first."""
+
+    key_is_fixed = True
+
+    def key(self, state: RequestState, now_ns: int) -> int:
+        """The prompt length in tokens."""
+        return state.request.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Ageing:
+    """Shortest prompt first, but a request gains a token of credit for every ``ns_per_token`` it waits."""
+
+    ns_per_token: int = 10
+
+    def key(self, state: RequestState, now_ns: int) -> int:
+        """Prompt length in tokens less the credit; depends on the time."""
+        return state.request.num_prompt_tokens - (now_ns - state.request.arrival_ns) // self.ns_per_token
+
+
+class AdmitBeforeDecode:
+    """Admits one request, then decodes: decodes may take back what the admission was given."""
+
+    def compose(self, step: Step) -> None:
+        """Leave a token for every running request, spend the rest on a new one."""
+        spare = step.num_tokens - step.num_running
+        state = step.next_waiting()
+        if state is not None and spare > 0:
+            step.admit(state, num_tokens=spare)
+        step.decode()
+        step.continue_prefills()
+
+
+class SmallChunks:
+    """Decodes, then two tokens of every prompt in progress, then one new request."""
+
+    def compose(self, step: Step) -> None:
+        """A chunk may preempt, so a request's status is looked at before its turn."""
+        step.decode()
+        for state in step.prefilling():
+            if step.num_tokens and state.status is Status.RUNNING:
+                step.chunk(state, 2)
+        step.admit_in_order(max_requests=1)
