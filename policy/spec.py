@@ -72,8 +72,8 @@ def policy_names() -> tuple[str, ...]:
 def policy(preset: str, **changes: Any) -> Policy:
     """A preset with changes, as in ``policy("mixed", allocator="contiguous_max")``.
 
-    Contiguous allocators cannot share blocks, so naming one turns prefix caching off unless it was asked
-    for. ValueError lists the presets or settings when a name is unknown.
+    Contiguous allocators share nothing and grow nothing, so naming one turns prefix caching and watermark
+    off unless they were asked for. ValueError lists the presets or settings when a name is unknown.
     """
     known = [field.name for field in fields(Policy)]
     if preset not in PRESETS:
@@ -82,6 +82,6 @@ def policy(preset: str, **changes: Any) -> Policy:
         raise ValueError(f"unknown policy setting {name!r}; choose from {', '.join(known)}")
     parts = [f"{k}={v if isinstance(v, PLAIN) else type(v).__name__}" for k, v in changes.items()]
     if str(changes.get("allocator")).startswith("contiguous"):
-        changes.setdefault("enable_prefix_caching", False)
+        changes = {"enable_prefix_caching": False, "watermark": 0.0, **changes}
     changes.setdefault("name", " ".join([preset, *parts]))
     return replace(PRESETS[preset], **changes)

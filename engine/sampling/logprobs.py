@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS, fixed_point_weights
-from pagedserve.engine.sampling.ranking import top_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +73,17 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobB
         top_ids=top_ids,
         top=values.double() - log_normaliser.unsqueeze(-1),
     )
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and ids [N, count] of each row's largest logits in float32 [N, V]; of equals the lower ids first.
+
+    `torch.topk` leaves the order of equals open, and bfloat16 logits are full of them, so it is given integers
+    that differ: the logit's bits, mapped to sort like the number, above the complement of the id.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0 in bits too
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    keys = (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ids)
+    top_ids = 0xFFFFFFFF - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return logits.gather(-1, top_ids), top_ids

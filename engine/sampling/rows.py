@@ -12,8 +12,9 @@ from pagedserve.engine.sampling.fixed_point import SCALE_BITS
 from pagedserve.engine.sampling.philox import noise_words
 
 INITIAL_CAPACITY = 64
-# Most nuclei of a language model fit in this many tokens; see `ranking.keep_top` for those that do not.
-MIN_RANK_WIDTH, MAX_RANK_WIDTH = 64, 1024
+
+# How a row is sampled, in the order in which a batch takes its random rows. FILTER_GREEDY uses no noise.
+FILTER_TOP_K, FILTER_NUCLEUS, FILTER_NONE, FILTER_GREEDY = range(4)
 
 _ROW = np.dtype(
     [
@@ -25,8 +26,7 @@ _ROW = np.dtype(
         ("sample_index", np.int64),
         ("first_stoppable", np.int64),  # the first position at which the request may stop
         ("num_top_logprobs", np.int64),
-        ("is_random", np.bool_),
-        ("is_ranked", np.bool_),
+        ("filter", np.int8),
         ("wants_logprobs", np.bool_),
     ]
 )
@@ -36,10 +36,10 @@ _ROW = np.dtype(
 class SamplingLayout:
     """What stays the same from step to step while the same requests are sampled; S of R rows use noise.
 
-    random_rows: int64 [S], rows of the batch; first the num_ranked ones that need ranking (top_k, top_p).
+    random_rows: int64 [S], rows of the batch: first num_top_k with top_k, then num_nucleus with top_p only.
     temperature: float32 [S]. top_p: float64 [S]. top_k: int64 [S], the vocabulary size for off.
     min_weight: int64 [S], min_p as a share of the largest fixed-point weight.
-    rank_width: the first guess for `ranking.keep_top`.
+    largest_k: the largest top_k that is not off; 0 for none.
     logprob_rows: int64 [L], rows of the batch whose logprobs are wanted, num_top_logprobs of the others each.
     """
 
@@ -49,9 +49,10 @@ class SamplingLayout:
     min_weight: Tensor
     top_k: Tensor
     top_p: Tensor
-    num_ranked: int
+    num_top_k: int
+    num_nucleus: int
+    largest_k: int
     has_min_p: bool
-    rank_width: int
     logprob_rows: Tensor
     num_top_logprobs: tuple[int, ...]
 
@@ -119,8 +120,7 @@ class SamplingRows:
             sample_index,
             num_prompt_tokens + params.min_tokens,
             params.logprobs or 0,
-            not params.is_greedy,
-            has_top_k or params.top_p < 1.0,
+            _filter_of(params, has_top_k),
             params.logprobs is not None,
         )
         if params.min_tokens and suppressed_ids:
@@ -156,7 +156,7 @@ class SamplingRows:
         order = _random_rows(rows)
         random = rows[order]
         logprob_rows = np.flatnonzero(rows["wants_logprobs"])
-        largest_k = random["top_k"][random["top_k"] < self.vocab_size].max(initial=0)
+        has_top_k = random["filter"] == FILTER_TOP_K
         return SamplingLayout(
             requests=requests,
             random_rows=self._to_device(order),
@@ -164,9 +164,10 @@ class SamplingRows:
             min_weight=self._to_device(np.ceil(random["min_p"] * 2.0**SCALE_BITS).astype(np.int64)),
             top_k=self._to_device(random["top_k"]),
             top_p=self._to_device(random["top_p"]),
-            num_ranked=int(random["is_ranked"].sum()),
+            num_top_k=int(has_top_k.sum()),
+            num_nucleus=int((random["filter"] == FILTER_NUCLEUS).sum()),
+            largest_k=int(random["top_k"][has_top_k].max(initial=0)),
             has_min_p=bool((random["min_p"] > 0).any()),
-            rank_width=int(np.clip(largest_k + 1, MIN_RANK_WIDTH, MAX_RANK_WIDTH)),
             logprob_rows=self._to_device(logprob_rows),
             num_top_logprobs=tuple(rows["num_top_logprobs"][logprob_rows].tolist()),
         )
@@ -188,7 +189,15 @@ class SamplingRows:
         return torch.from_numpy(array.copy(order="C")).to(self.device, non_blocking=True)
 
 
+def _filter_of(params: SamplingParams, has_top_k: bool) -> int:
+    if params.is_greedy:
+        return FILTER_GREEDY
+    if has_top_k:
+        return FILTER_TOP_K
+    return FILTER_NUCLEUS if params.top_p < 1.0 else FILTER_NONE
+
+
 def _random_rows(rows: np.ndarray) -> np.ndarray:
-    """Rows that use noise, those that need ranking first, so that a slice takes them."""
-    random = np.flatnonzero(rows["is_random"])
-    return random[np.argsort(~rows["is_ranked"][random], kind="stable")]
+    """Rows that use noise, grouped by what is done to them, so that a slice takes those of one kind."""
+    random = np.flatnonzero(rows["filter"] != FILTER_GREEDY)
+    return random[np.argsort(rows["filter"][random], kind="stable")]

@@ -15,13 +15,15 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
+from pagedserve.engine.sampling.filters import keep_nucleus, keep_top_k
 from pagedserve.engine.sampling.fixed_point import draw, fixed_point_weights
 from pagedserve.engine.sampling.logprobs import LogprobBatch, PositionLogprobs, gather_logprobs
-from pagedserve.engine.sampling.ranking import keep_top
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingLayout
 
-# Rows are taken in groups of this many logits: that bounds scratch space (32 MiB a tensor), not results.
-MAX_GROUP_LOGITS = 1 << 22
+# Rows are taken in groups of this many logits, which shows in no result. It bounds scratch space to 128 MiB a tensor;
+# on a CPU to what stays in cache and is not given back to the system after each step.
+MAX_GROUP_LOGITS = {"cpu": 1 << 18}
+MAX_GROUP_LOGITS_ELSEWHERE = 1 << 24
 
 
 class SamplingError(RuntimeError):
@@ -88,7 +90,8 @@ def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:
         return logits.argmax(dim=-1)
     all_random = num_random == len(logits)
     tokens = torch.empty_like(peaks, dtype=torch.int64) if all_random else logits.argmax(dim=-1)
-    group = max(1, MAX_GROUP_LOGITS // batch.vocab_size)
+    group_logits = MAX_GROUP_LOGITS.get(logits.device.type, MAX_GROUP_LOGITS_ELSEWHERE)
+    group = max(1, group_logits // batch.vocab_size)
     for first in range(0, num_random, group):
         part = slice(first, min(first + group, num_random))
         rows = batch.layout.random_rows[part]
@@ -100,18 +103,17 @@ def _draw_rows(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice)
     """Tokens for the batch's random rows `part`, whose logits and peaks are given in that order."""
     layout = batch.layout
     weights = fixed_point_weights(logits, peaks, layout.temperature[part])
+    # A row that cannot be sampled becomes a harmless one here; `SampledTokens.errors` reports it.
+    weights.masked_fill_(~torch.isfinite(peaks).unsqueeze(-1), 1)
     if layout.has_min_p:
         weights.masked_fill_(weights < layout.min_weight[part].unsqueeze(-1), 0)
-    num_ranked = max(0, min(layout.num_ranked, part.stop) - part.start)
-    if num_ranked:
-        ranked = slice(part.start, part.start + num_ranked)
-        weights[:num_ranked] = keep_top(
-            logits[:num_ranked],
-            weights[:num_ranked],
-            layout.top_k[ranked],
-            layout.top_p[ranked],
-            layout.rank_width,
-        )
+    top_k, top_p = layout.top_k[part], layout.top_p[part]
+    first = slice(0, max(0, layout.num_top_k - part.start))
+    if len(weights[first]):
+        weights[first] = keep_top_k(weights[first], top_k[first], top_p[first], layout.largest_k)
+    second = slice(first.stop, max(0, layout.num_top_k + layout.num_nucleus - part.start))
+    if len(weights[second]):
+        weights[second] = keep_nucleus(weights[second], top_p[second])
     return draw(weights, batch.words[part])
 
 

@@ -12,7 +12,7 @@ from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.sampling import sampler
 from pagedserve.engine.sampling.fixed_point import fixed_point_weights, scaled_target
 from pagedserve.engine.sampling.philox import noise_words
-from pagedserve.engine.sampling.ranking import top_tokens
+from pagedserve.engine.sampling.logprobs import top_tokens
 from pagedserve.engine.sampling.rows import SamplingRows
 from pagedserve.engine.sampling.sampler import SamplingError, sample
 from pagedserve.engine.stops import TokenStops
