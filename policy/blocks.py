@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from pagedserve.policy.limits import Limits
 from pagedserve.policy.request import RequestState
@@ -87,11 +87,13 @@ class PagedAllocator(Allocator):
     def bind(self, limits: Limits, prefix_caching: bool) -> None:
         super().bind(limits, False)
         self.prefix_caching = prefix_caching
-        self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._used: set[int] = set()
+        self._more_refs: dict[int, int] = {}
+        """References beyond the first, of blocks that have more than one."""
         self._quarantine: dict[int, int] = {}
-        self._fences: deque[tuple[int, int]] = deque()
+        self._fences: deque[tuple[int, Sequence[int]]] = deque()
         self._block_of: dict[Hashable, int] = {}
         self._key_of: dict[int, Hashable] = {}
 
@@ -110,63 +112,81 @@ class PagedAllocator(Allocator):
         return tuple(hits)
 
     def num_reclaimed(self, hits: Iterable[int]) -> int:
-        return sum(1 for block in hits if block in self._cached)
+        return sum([block in self._cached for block in hits])
 
     def take_hits(self, state: RequestState, hits: tuple[int, ...]) -> None:
         for block in hits:
-            if self._refs[block] == 0:
-                self.num_live_tokens += self.block_size
-                if self._quarantine.pop(block, None) is None:
-                    del self._cached[block]
-            self._refs[block] += 1
+            if block in self._used:
+                self._more_refs[block] = self._more_refs.get(block, 0) + 1
+                continue
+            self._used.add(block)
+            self.num_live_tokens += self.block_size
+            if self._quarantine.pop(block, None) is None:
+                del self._cached[block]
         state.block_table.extend(hits)
         self._count()
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
-        blocks = tuple([self._take() for _ in range(self.num_missing(state, num_tokens))])
-        state.block_table.extend(blocks)
+        need = self.num_missing(state, num_tokens)
+        if need > len(self._free):
+            self._evict(need - len(self._free))
+        blocks = self._free[: -need - 1 : -1] if need else []
+        del self._free[len(self._free) - need :]
+        self._used.update(blocks)
+        state.block_table += blocks
         self._count()
-        return blocks
+        return tuple(blocks)
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
+    def _evict(self, num_blocks: int) -> None:
+        """Forget the content of the cached blocks released longest ago."""
+        for _ in range(num_blocks):
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
-        assert self._refs[block] == 0, f"block {block} was given out twice"
-        self._refs[block] = 1
-        return block
+            self._free.append(block)
 
     def release(self, state: RequestState, fence: int | None) -> None:
-        size, computed = self.block_size, state.num_computed_tokens
-        for index in range(len(state.block_table) - 1, -1, -1):
-            block = state.block_table[index]
-            assert self._refs[block] > 0, f"block {block} of request {state.id} was released twice"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self.num_live_tokens -= max(0, min(size, computed - index * size))
-                if fence is None:
-                    self._make_free(block)
-                else:
-                    self._quarantine[block] = fence
-                    self._fences.append((fence, block))
+        table, size, computed = state.block_table, self.block_size, state.num_computed_tokens
+        assert self._used.issuperset(table), f"blocks of request {state.id} were released twice"
+        self.num_live_tokens -= computed
+        if self._more_refs:
+            kept = [(index, block) for index, block in enumerate(table) if block in self._more_refs]
+            self.num_live_tokens += sum([max(0, min(size, computed - index * size)) for index, _ in kept])
+            table = [block for block in table if block not in self._more_refs]
+            for _, block in kept:
+                self._drop_ref(block)
+        table = table[::-1]
+        self._used.difference_update(table)
+        if fence is None:
+            self._make_free(table)
+        else:
+            self._quarantine.update(dict.fromkeys(table, fence))
+            self._fences.append((fence, table))
         state.block_table = []
         self.num_releases += 1
         self._count()
 
-    def _make_free(self, block: int) -> None:
-        if block in self._key_of:
-            self._cached[block] = None
-        else:
-            self._free.append(block)
+    def _drop_ref(self, block: int) -> None:
+        self._more_refs[block] -= 1
+        if not self._more_refs[block]:
+            del self._more_refs[block]
+
+    def _make_free(self, blocks: Iterable[int]) -> None:
+        if not self._key_of:
+            self._free.extend(blocks)
+            return
+        for block in blocks:
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
 
     def _count(self) -> None:
         self.num_cached_blocks, self.num_quarantined_blocks = len(self._cached), len(self._quarantine)
         self.num_free_blocks = len(self._free) + self.num_cached_blocks
 
     def num_releasable(self, state: RequestState) -> int:
-        return sum(1 for block in state.block_table if self._refs[block] == 1)
+        shared = sum([block in self._more_refs for block in state.block_table]) if self._more_refs else 0
+        return len(state.block_table) - shared
 
     def publish(self, block: int, key: Hashable) -> None:
         if self.prefix_caching and key not in self._block_of and block not in self._key_of:
@@ -176,11 +196,13 @@ class PagedAllocator(Allocator):
 
     def committed(self, step: int) -> None:
         while self._fences and self._fences[0][0] <= step:
-            fence, block = self._fences.popleft()
-            if self._quarantine.get(block) == fence:
+            fence, blocks = self._fences.popleft()
+            # A block that was hit meanwhile is in use again, or waits for a later step.
+            freed = [block for block in blocks if self._quarantine.get(block) == fence]
+            for block in freed:
                 del self._quarantine[block]
-                self._make_free(block)
-                self.num_releases += 1
+            self._make_free(freed)
+            self.num_releases += 1
         self._count()
 
     def check(self, running: Iterable[RequestState]) -> None:
@@ -192,8 +214,10 @@ class PagedAllocator(Allocator):
                 refs[block] += 1
                 filled[block] = max(filled[block], min(self.block_size, left))
                 left = max(0, left - self.block_size)
-        assert refs == self._refs, "reference counts differ from the block tables"
-        parts = [*self._free, *self._cached, *self._quarantine, *(b for b, count in enumerate(refs) if count)]
+        used = {block for block, count in enumerate(refs) if count}
+        more = {block: count - 1 for block, count in enumerate(refs) if count > 1}
+        assert (used, more) == (self._used, self._more_refs), "references differ from the block tables"
+        parts = [*self._free, *self._cached, *self._quarantine, *used]
         assert sorted(parts) == list(range(self.num_blocks)), (
             "free + cached + used + quarantined is not total"
         )

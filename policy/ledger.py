@@ -1,46 +1,55 @@
 """Who holds which block, kept apart from the allocator so that a faulty allocator is found out."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pagedserve.policy.errors import IllegalPlan
 from pagedserve.policy.request import RequestState
 
 
 class BlockLedger:
-    """Checks every grant against the block tables and against the steps in flight."""
+    """Checks every grant against the block tables and against the steps in flight; set operations only."""
 
     def __init__(self, num_blocks: int, who: str) -> None:
-        self._who = who
-        self._holders = [0] * num_blocks
-        self._touched_until = [-1] * num_blocks
+        self._num_blocks, self._who = num_blocks, who
+        self._held: set[int] = set()
+        self._more_holders: dict[int, int] = {}
+        self._touched: dict[int, set[int]] = {}
 
-    def granted(
-        self, state: RequestState, num_tokens: int, block_size: int, new: Iterable[int], done: int
-    ) -> None:
-        """Blocks were appended so that ``num_tokens`` fit; steps up to ``done`` have committed."""
-        for block in new:
-            if not 0 <= block < len(self._holders):
-                fault = f"the pool has blocks 0 to {len(self._holders) - 1}"
-            elif self._holders[block] or self._touched_until[block] > done:
-                fault = (
-                    f"{self._holders[block]} requests hold it; step {self._touched_until[block]} touches it"
-                )
-            else:
-                self._holders[block] = 1
-                continue
-            raise IllegalPlan(f"{self._who} gave block {block} to request {state.id}; {fault}")
+    def granted(self, state: RequestState, num_tokens: int, block_size: int, new: Collection[int]) -> None:
+        """Blocks were appended so that ``num_tokens`` fit."""
+        if new:
+            touched = [step for step, blocks in self._touched.items() if not blocks.isdisjoint(new)]
+            if not self._held.isdisjoint(new) or touched or len(new) != len({*new}):
+                fault = f"held already: {sorted(self._held & {*new})}; touched by steps in flight {touched}"
+                raise IllegalPlan(f"{self._who} gave request {state.id} blocks {new}; {fault}")
+            if not 0 <= min(new) <= max(new) < self._num_blocks:
+                fault = f"the pool has blocks 0 to {self._num_blocks - 1}"
+                raise IllegalPlan(f"{self._who} gave request {state.id} blocks {new}; {fault}")
+            self._held.update(new)
         if len(state.block_table) * block_size < num_tokens:
             has = f"{len(state.block_table)} blocks of {block_size} for {num_tokens} tokens"
             raise IllegalPlan(f"{self._who} left request {state.id} with {has}")
 
-    def shared(self, hits: Iterable[int]) -> None:
+    def shared(self, hits: Collection[int]) -> None:
         """Cached blocks were appended to one more table."""
         for block in hits:
-            self._holders[block] += 1
+            if block in self._held:
+                self._more_holders[block] = self._more_holders.get(block, 0) + 1
+        self._held.update(hits)
 
-    def returned(self, blocks: Iterable[int], last_step: int | None) -> None:
-        """A table was given up; steps up to ``last_step`` touch its blocks."""
-        for block in blocks:
-            self._holders[block] -= 1
-            if last_step is not None and last_step > self._touched_until[block]:
-                self._touched_until[block] = last_step
+    def returned(self, blocks: Collection[int], fence: int | None) -> None:
+        """A table was given up; steps in flight up to ``fence`` touch its blocks."""
+        gone = set(blocks)
+        if self._more_holders:
+            for block in gone & self._more_holders.keys():
+                gone.remove(block)
+                self._more_holders[block] -= 1
+                if not self._more_holders[block]:
+                    del self._more_holders[block]
+        self._held -= gone
+        if fence is not None:
+            self._touched.setdefault(fence, set()).update(gone)
+
+    def committed(self, step: int) -> None:
+        """Step ``step`` is done."""
+        self._touched.pop(step, None)

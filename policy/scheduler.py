@@ -142,6 +142,7 @@ class Scheduler:
         ends = [s for s in flight.ends if s.id not in flight.dead and s.finish_reason is None]
         finished += [self._finish(state, "length") for state in ends]
         self.num_discarded_tokens += len(flight.dead)
+        self.ledger.committed(step)
         self.allocator.committed(step)
         return finished
 
@@ -251,8 +252,9 @@ class Scheduler:
         for place in (self.prefilling, self.stalled, self.draining):
             place.pop(state.id, None)
         last = state.base_last_step
-        self.ledger.returned(state.block_table, last)
-        self.allocator.release(state, last if last is not None and last > self.last_committed else None)
+        fence = last if last is not None and last > self.last_committed else None
+        self.ledger.returned(state.block_table, fence)
+        self.allocator.release(state, fence)
 
     def _finish(self, state: RequestState, reason: str) -> Finished:
         self._end(state, reason, Status.FINISHED)

@@ -224,8 +224,7 @@ class Step:
 
     def _append_blocks(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         scheduler, blocks = self._scheduler, self._allocator.grow(state, num_tokens)
-        block_size, done = scheduler.limits.block_size, scheduler.last_committed
-        scheduler.ledger.granted(state, num_tokens, block_size, blocks, done)
+        scheduler.ledger.granted(state, num_tokens, scheduler.limits.block_size, blocks)
         if blocks:
             self.new_blocks[state.id] = self.new_blocks.get(state.id, ()) + blocks
         return blocks

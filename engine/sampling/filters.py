@@ -70,7 +70,7 @@ def _cut_by_digits(weights: Tensor, limit: Tensor) -> Tensor:
     bits = weights.float().view(torch.int32).to(torch.int64)
     coarse = ((bits >> FINE_BITS) - _FIRST_COARSE).clamp_(min=0)  # weight zero joins one: it has no mass
     coarse_digit, limit = _digit_that_reaches(limit, coarse, weights, NUM_COARSE)
-    contested = weights.masked_fill(coarse != coarse_digit, 0)
+    contested = weights * (coarse == coarse_digit)
     fine_digit, limit = _digit_that_reaches(limit, bits & (NUM_FINE - 1), contested, NUM_FINE)
     floor_bits = ((coarse_digit + _FIRST_COARSE) << FINE_BITS) | fine_digit
     floor = floor_bits.to(torch.int32).view(torch.float32).to(torch.int64)
@@ -91,5 +91,5 @@ def _digit_that_reaches(limit: Tensor, digits: Tensor, weights: Tensor, num_digi
 def _cut(weights: Tensor, floor: Tensor, quota: Tensor) -> Tensor:
     """Zero below the floor [R, 1], and for those at the floor after the first `quota` [R, 1] by id."""
     at_floor = weights == floor
-    surplus = at_floor.cumsum(dim=-1, dtype=torch.int32) > quota
-    return weights.masked_fill((weights < floor) | (at_floor & surplus), 0)
+    within = at_floor.cumsum(dim=-1) <= quota
+    return weights * ((weights > floor) | (at_floor & within))

@@ -106,7 +106,7 @@ def _draw_rows(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice)
     # A row that cannot be sampled becomes a harmless one here; `SampledTokens.errors` reports it.
     weights.masked_fill_(~torch.isfinite(peaks).unsqueeze(-1), 1)
     if layout.has_min_p:
-        weights.masked_fill_(weights < layout.min_weight[part].unsqueeze(-1), 0)
+        weights.mul_(weights >= layout.min_weight[part].unsqueeze(-1))
     top_k, top_p = layout.top_k[part], layout.top_p[part]
     first = slice(0, max(0, layout.num_top_k - part.start))
     if len(weights[first]):

@@ -1,0 +1,136 @@
+"""Synthetic traces from the command line: arrivals, and lengths written as short texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from pagedserve.cli.errors import refuse
+
+if TYPE_CHECKING:
+    from pagedserve.traces.lengths import LengthDist, TraceLengths
+    from pagedserve.traces.trace import Trace
+
+PANEL = "Synthetic trace (with --rate)"
+LENGTHS = "N, uniform:LOW:HIGH or lognormal:median=M,sigma=S (also mean=, cv=, min=, max=)"
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticOptions:
+    """Options that only a synthetic trace has; None: not given."""
+
+    num_prompts: Annotated[
+        int | None, Option(metavar="N", help="Requests to make.", rich_help_panel=PANEL)
+    ] = None
+    input_len: Annotated[
+        str | None, Option(metavar="DIST", help=f"Prompt lengths: {LENGTHS}.", rich_help_panel=PANEL)
+    ] = None
+    output_len: Annotated[
+        str | None, Option(metavar="DIST", help="Output lengths, written alike.", rich_help_panel=PANEL)
+    ] = None
+    lengths_from: Annotated[
+        str | None,
+        Option(
+            metavar="TRACE",
+            help="Instead of both: draw pairs of lengths from a trace file or sample:NAME.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    burstiness: Annotated[
+        float | None,
+        Option(
+            metavar="B",
+            help="Shape of the gamma gaps between arrivals: 1 Poisson (the default), below 1 burstier.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    rescale_arrivals: Annotated[
+        bool | None,
+        Option(
+            "--rescale-arrivals",
+            help="Stretch the arrivals so that the mean rate is exact.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    shared_prefix: Annotated[
+        str | None,
+        Option(
+            metavar="GROUPS:TOKENS",
+            help="Start each prompt with one of GROUPS shared prefixes of TOKENS tokens.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, Option(metavar="N", help="Seed of the random numbers; default 0.", rich_help_panel=PANEL)
+    ] = None
+
+    def refuse_any(self, source: str) -> None:
+        """Refuse options of a synthetic trace where ``source`` is another one."""
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            refuse(f"{names}: only a synthetic trace has this, but the trace is {source}")
+
+    def make(self, rate: float | None) -> Trace:
+        """The trace; ``rate`` in requests/s. Raises ValueError for numbers that make none."""
+        from pagedserve.traces.synthesis import SharedPrefixes, synthesize
+
+        if rate is None or self.num_prompts is None:
+            refuse("a synthetic trace needs --num-prompts and --rate (requests/s, or inf for all at once)")
+        prompt, output, lengths = self._lengths()
+        prefixes = None
+        if self.shared_prefix is not None:
+            groups, _, tokens = self.shared_prefix.partition(":")
+            if not (groups.isdecimal() and tokens.isdecimal()):
+                refuse(f"--shared-prefix is {self.shared_prefix!r}; write GROUPS:TOKENS, such as 8:512")
+            prefixes = SharedPrefixes(int(groups), int(tokens))
+        return synthesize(
+            self.num_prompts,
+            rate,
+            burstiness=1.0 if self.burstiness is None else self.burstiness,
+            prompt=prompt,
+            output=output,
+            lengths=lengths,
+            seed=self.seed or 0,
+            rescale=bool(self.rescale_arrivals),
+            prefixes=prefixes,
+        )
+
+    def _lengths(self) -> tuple[LengthDist | None, LengthDist | None, TraceLengths | None]:
+        if self.lengths_from is None:
+            if self.input_len is None or self.output_len is None:
+                refuse("a synthetic trace needs --input-len and --output-len, or --lengths-from TRACE")
+            return _dist("--input-len", self.input_len), _dist("--output-len", self.output_len), None
+        if self.input_len is not None or self.output_len is not None:
+            refuse("--lengths-from gives both lengths; leave out --input-len and --output-len")
+        from pagedserve.traces.lengths import TraceLengths
+        from pagedserve.traces.readers import read_trace
+        from pagedserve.traces.sample_files import sample
+
+        if self.lengths_from.startswith("sample:"):
+            return None, None, TraceLengths(sample(self.lengths_from.removeprefix("sample:")))
+        return None, None, TraceLengths(read_trace(Path(self.lengths_from)))
+
+
+def _dist(option: str, text: str) -> LengthDist:
+    """A length distribution as ``LENGTHS`` writes it."""
+    from pagedserve.traces.lengths import Fixed, LogNormal, Uniform
+
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "uniform":
+            low, high = rest.split(":")
+            return Uniform(int(low), int(high))
+        if kind == "lognormal":
+            given = dict(item.split("=") for item in rest.split(","))
+            bounds = {name + "imum": int(given.pop(name)) for name in ("min", "max") if name in given}
+            shape = {name: float(value) for name, value in given.items()}
+            if not set(shape) <= {"median", "mean", "sigma", "cv"}:
+                raise ValueError(f"unknown: {', '.join(shape)}")
+            return LogNormal(**shape, **bounds)  # pyright: ignore[reportArgumentType]
+        return Fixed(int(text))
+    except ValueError as error:
+        refuse(f"{option} is {text!r}; write {LENGTHS} ({error})")
