@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from pagedserve.cli.errors import refuse
-from pagedserve.policy import Limits
 from pagedserve.simulator.devices import DEVICES, GIB, device, fit_num_blocks
 from pagedserve.simulator.geometry import ModelGeometry, geometry
 
@@ -191,10 +190,12 @@ class DeviceOptions:
             refuse(f"{', '.join(given)}: {why}; leave it out")
 
 
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """The limits of a scheduler, under vLLM's names."""
 
-    max_num_seqs: Annotated[int, Option(help="Requests running at once.", rich_help_panel="Limits")] = (
-        Limits.max_num_seqs
-    )
+def _pool(num_blocks: int, block_size: int) -> str:
+    return f"KV pool: {num_blocks:,} blocks of {block_size} tokens ({num_blocks * block_size:,} tokens)"
+
+
+def _nanoseconds(option: str, microseconds: float) -> int:
+    if not 0 <= microseconds <= MAX_US:
+        refuse(f"{option} is {microseconds:g}; it is a time from 0 to {MAX_US:,.0f} microseconds (an hour)")
+    return round(microseconds * 1e3)

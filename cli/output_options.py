@@ -1,0 +1,128 @@
+"""Where results go: refused before anything is computed, and written all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from pagedserve.cli.errors import as_bad_input, refuse
+
+if TYPE_CHECKING:
+    from pagedserve.metrics.record import RunRecord
+
+PANEL = "Output"
+STDOUT = "-"
+PICTURES = {
+    "latency.png": "latency_distributions",
+    "memory.png": "memory_over_time",
+    "load.png": "load_over_time",
+    "policies.png": "policies_compared",
+}
+"""File name to the function of `metrics.plots` that draws it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """The outputs that every measuring command has."""
+
+    plots: Annotated[
+        Path | None,
+        Option(metavar="DIR", help=f"Draw {', '.join(PICTURES)} into this folder.", rich_help_panel=PANEL),
+    ] = None
+    json: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Write all results as JSON; - is standard output, and then nothing else goes there.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace results that exist already.", rich_help_panel=PANEL)
+    ] = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether standard output belongs to the JSON."""
+        return self.json == STDOUT
+
+    def check(self) -> None:
+        """Refuse places that cannot be written, before the work is done."""
+        if self.json is not None and self.json != STDOUT:
+            refuse_unless_writable(Path(self.json), self.overwrite)
+        if self.plots is not None:
+            if self.plots.exists() and not self.plots.is_dir():
+                refuse(f"--plots {self.plots}: a file has this name; give a folder")
+            for name in PICTURES:
+                refuse_unless_writable(self.plots / name, self.overwrite, makes_folders=True)
+
+    def write_json(self, results: Mapping[str, Any]) -> None:
+        """The results as one JSON object, keys in their order."""
+        if self.json is None:
+            return
+        text = json.dumps(results, indent=2, allow_nan=False) + "\n"
+        if self.is_quiet:
+            sys.stdout.write(text)
+            return
+        with as_bad_input(), replacing(Path(self.json)) as fresh:
+            fresh.write_text(text, encoding="utf-8")
+
+    def draw(self, records: Mapping[str, RunRecord]) -> list[Path]:
+        """The pictures of the runs; returns the files."""
+        if self.plots is None:
+            return []
+        from pagedserve.metrics import plots
+
+        files = [self.plots / name for name in PICTURES]
+        with as_bad_input():
+            self.plots.mkdir(parents=True, exist_ok=True)
+        for file, function in zip(files, PICTURES.values(), strict=True):
+            figure = getattr(plots, function)(records)
+            with as_bad_input(), replacing(file) as fresh:
+                figure.savefig(fresh)
+        return files
+
+
+def refuse_unless_writable(path: Path, overwrite: bool, *, makes_folders: bool = False) -> None:
+    """Refuse a file that exists (unless ``overwrite``) or whose folder is missing or closed to us.
+
+    ``makes_folders``: missing folders will be made, so the nearest one that exists counts.
+    """
+    if path.is_dir():
+        refuse(f"{path}: a folder has this name; give a file")
+    if path.exists() and not overwrite:
+        refuse(f"{path}: exists already; choose another name, or replace it with --overwrite")
+    refuse_unless_folder_open(path.parent, makes_folders)
+
+
+def refuse_unless_folder_open(folder: Path, makes_folders: bool) -> None:
+    """Refuse a folder in which no file can be made."""
+    nearest = folder
+    while makes_folders and not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        found = "is a file" if nearest.exists() else "does not exist"
+        refuse(f"{nearest}: {found}; a folder is needed to write into")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        refuse(f"{nearest}: no permission to write into this folder; choose another")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write to; it becomes ``path`` when the block ends well, or is removed."""
+    # The suffix stays at the end: writers go by it.
+    fresh = path.parent / f".writing-{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
+    try:
+        yield fresh
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
