@@ -1,4 +1,4 @@
-"""Where results go: refused before anything is computed, and written all or nothing."""
+"""Where results go: places are checked before anything is computed; a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,13 +31,9 @@ PICTURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """The outputs that every measuring command has."""
+class ResultOptions:
+    """Results as JSON, and whether anything may be replaced."""
 
-    plots: Annotated[
-        Path | None,
-        Option(metavar="DIR", help=f"Draw {', '.join(PICTURES)} into this folder.", rich_help_panel=PANEL),
-    ] = None
     json: Annotated[
         str | None,
         Option(
@@ -55,17 +51,14 @@ class OutputOptions:
         """Whether standard output belongs to the JSON."""
         return self.json == STDOUT
 
-    def check(self) -> None:
-        """Refuse places that cannot be written, before the work is done."""
+    def check(self, writes_more: bool = False) -> None:
+        """Refuse a file that cannot be written; ``writes_more``: the command has other files to write."""
+        if self.overwrite and not writes_more and self.json in (None, STDOUT):
+            refuse("--overwrite: nothing is written that could be replaced; leave it out or name a file")
         if self.json is not None and self.json != STDOUT:
             refuse_unless_writable(Path(self.json), self.overwrite)
-        if self.plots is not None:
-            if self.plots.exists() and not self.plots.is_dir():
-                refuse(f"--plots {self.plots}: a file has this name; give a folder")
-            for name in PICTURES:
-                refuse_unless_writable(self.plots / name, self.overwrite, makes_folders=True)
 
-    def write_json(self, results: Mapping[str, Any]) -> None:
+    def write(self, results: Mapping[str, Any]) -> None:
         """The results as one JSON object, keys in their order."""
         if self.json is None:
             return
@@ -75,6 +68,25 @@ class OutputOptions:
             return
         with as_bad_input(), replacing(Path(self.json)) as fresh:
             fresh.write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureOptions:
+    """Pictures of runs."""
+
+    plots: Annotated[
+        Path | None,
+        Option(metavar="DIR", help=f"Draw {', '.join(PICTURES)} into this folder.", rich_help_panel=PANEL),
+    ] = None
+
+    def check(self, overwrite: bool) -> None:
+        """Refuse a folder whose pictures cannot be written."""
+        if self.plots is None:
+            return
+        if self.plots.exists() and not self.plots.is_dir():
+            refuse(f"{self.plots}: a file has this name; give --plots a folder")
+        for name in PICTURES:
+            refuse_unless_writable(self.plots / name, overwrite, makes_folders=True)
 
     def draw(self, records: Mapping[str, RunRecord]) -> list[Path]:
         """The pictures of the runs; returns the files."""

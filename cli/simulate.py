@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,19 +12,79 @@ from typer import Option
 
 from pagedserve.cli.device_options import DeviceOptions, Setup
 from pagedserve.cli.errors import as_bad_input, refuse
-from pagedserve.cli.output_options import PANEL, OutputOptions, refuse_unless_folder_open
+from pagedserve.cli.output_options import (
+    PANEL,
+    PictureOptions,
+    ResultOptions,
+    refuse_unless_folder_open,
+)
 from pagedserve.cli.policy_options import PolicyOptions, described
 from pagedserve.cli.run_options import LimitOptions, RunOptions, SloOptions
 from pagedserve.cli.screen import Screen, endings, refusals
 from pagedserve.cli.synthetic_options import SyntheticOptions
 from pagedserve.cli.trace_options import PANEL as TRACE_PANEL
 from pagedserve.cli.trace_options import SOURCE_HELP, TraceOptions
-from pagedserve.policy import Limits, Policy
+from pagedserve.policy import Limits, Policy, Scheduler
 
 if TYPE_CHECKING:
     from pagedserve.metrics.record import RunRecord
     from pagedserve.metrics.summary import Summary
     from pagedserve.traces.trace import Trace
+
+HELP = """Serve a trace with one policy or several and compare what each does to latency and memory.
+
+\b
+Examples:
+  # What would vLLM's policy do with this traffic on an H200?
+  pagedserve simulate --trace sample:azure_shaped_500
+\b
+  # Two batching rules under eight times the load, with pictures
+  pagedserve simulate --trace sample:azure_shaped_500 --rate 44 --plots pictures \\
+      --policy mixed --policy prefill_first
+\b
+  # What paging saves: two allocators in a pool of 4,096 blocks
+  pagedserve simulate --trace conv.csv --first 2000 --num-blocks 4096 \\
+      --policy mixed --policy mixed,allocator=contiguous_max
+\b
+  # A synthetic trace on another device; records kept, results to a program
+  pagedserve simulate --trace synthetic --num-prompts 500 --rate 8 --input-len 512 \\
+      --output-len lognormal:median=128,sigma=1 --device l40s --out runs --json - | jq .runs
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingOptions:
+    """Where the records go."""
+
+    out: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Save each run's record in DIR, in a folder named as its policy.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    keep_plans: Annotated[
+        bool, Option("--keep-plans", help="Keep every step's plan in the record.", rich_help_panel=PANEL)
+    ] = False
+
+    def folders(self, labels: list[str], overwrite: bool) -> dict[str, Path]:
+        """Label to the folder of its record, each checked; none if nothing is to be saved."""
+        if self.out is None:
+            if self.keep_plans:
+                refuse("--keep-plans keeps plans in a record, and none is saved; give --out DIR as well")
+            return {}
+        folders = {label: self.out / label for label in labels}
+        for folder in folders.values():
+            refuse_unless_folder_open(folder.parent, makes_folders=True)
+            if folder.exists() and not folder.is_dir():
+                refuse(f"{folder}: a file has this name; choose another --out")
+            if folder.is_dir() and any(folder.iterdir()):
+                if not overwrite:
+                    refuse(f"{folder}: not empty; choose another --out, or replace the record with --overwrite")
+                if not (folder / "header.json").is_file():
+                    refuse(f"{folder}: holds no record that could be replaced; choose another --out")
+        return folders
 
 
 def simulate(
@@ -35,24 +96,133 @@ def simulate(
     limit_options: LimitOptions,
     run: RunOptions,
     slo: SloOptions,
-    output: OutputOptions,
-    out: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Save each run's record in a folder of its policy's name in DIR.",
-               rich_help_panel=PANEL),
-    ] = None,
-    keep_plans: Annotated[
-        bool,
-        Option("--keep-plans", help="Keep every step's plan in the record.", rich_help_panel=PANEL),
-    ] = False,
+    saving: SavingOptions,
+    pictures: PictureOptions,
+    results: ResultOptions,
 ) -> None:
-    """Serve a trace with one policy or several and compare what each does to latency and memory.
+    """The command; see ``HELP``."""
+    results.check(writes_more=saving.out is not None or pictures.plots is not None)
+    pictures.check(results.overwrite)
+    with as_bad_input():
+        policies = policy_options.chosen()
+        limit_options.limits(num_blocks=1)
+        setup = device_options.decide(limit_options.block_size)
+        limits = limit_options.limits(setup.num_blocks)
+        folders = saving.folders(list(policies), results.overwrite)
+        trace = trace_options.load(source, synthetic)
+        _check(policies.values(), limits, trace, run)
+    screen = Screen(results.is_quiet)
+    screen.lines([*trace.report.lines(), _traffic(trace), *setup.lines, _limits(limits, run)])
+    screen.lines(f"{label}: {described(chosen)}" for label, chosen in policies.items())
+    records: dict[str, RunRecord] = {}
+    for label, record in _runs(policies, trace, setup, limits, run, saving.keep_plans, screen):
+        records[label] = record
+        if label in folders:
+            with as_bad_input():
+                record.save(folders[label], overwrite=results.overwrite)
+            screen.lines([f"  saved in {folders[label]}"])
+    summaries = _summaries(records, slo)
+    screen.lines(f"{label}: {line}" for label in records for line in endings(records[label], summaries[label]))
+    screen.table(summaries)
+    screen.lines(f"drawn: {file}" for file in pictures.draw(records))
+    results.write(_results(trace, setup, limits, records, summaries, folders))
 
-    \b
-    Examples
-      pagedserve simulate --trace sample:azure_shaped_500
-      pagedserve simulate --trace sample:azure_shaped_500 --rate 40 --policy mixed --policy prefill_first --plots pictures
-      pagedserve simulate --trace conv.csv --first 2000 --policy mixed,allocator=contiguous_max --policy mixed --num-blocks 4096
-      pagedserve simulate --trace synthetic --num-prompts 500 --rate 8 --input-len 512 --output-len lognormal:median=128,sigma=1
-      pagedserve simulate --trace sample:shared_prefix_200 --device l40s --model qwen3-14b --out runs --json -
-    """
+
+def _check(policies: Any, limits: Limits, trace: Trace, run: RunOptions) -> None:
+    """Raise ValueError for what `simulate` would refuse, before anything is printed."""
+    from pagedserve.traces.requests import to_requests
+
+    for policy in policies:
+        Scheduler(policy, limits, run.overlap_depth)
+        to_requests(trace, limits.block_size if policy.enable_prefix_caching else None, run.max_tokens)
+
+
+def _runs(
+    policies: Mapping[str, Policy],
+    trace: Trace,
+    setup: Setup,
+    limits: Limits,
+    run: RunOptions,
+    keep_plans: bool,
+    screen: Screen,
+) -> Iterator[tuple[str, RunRecord]]:
+    """One run after another, each with a progress bar and a line that says how long it took."""
+    from pagedserve.simulator.simulate import simulate as run_simulation
+
+    for label, chosen in policies.items():
+        began = time.perf_counter()
+        with screen.progress(label) as progress:
+            record = run_simulation(
+                trace,
+                chosen,
+                setup.cost,
+                limits,
+                overlap_depth=run.overlap_depth,
+                max_tokens=run.max_tokens,
+                client_timeout_s=run.client_timeout,
+                max_in_flight=run.max_in_flight,
+                keep_plans=keep_plans,
+                check=run.check,
+                progress=progress,
+            )
+        took_s = time.perf_counter() - began
+        screen.lines([f"{label}: {record.steps.num_rows:,} steps simulated in {took_s:.1f} s"])
+        yield label, record
+
+
+def _summaries(records: Mapping[str, RunRecord], slo: SloOptions) -> dict[str, Summary]:
+    from pagedserve.metrics.summary import Slo, summarize
+
+    bounds = slo.bounds()
+    goal = Slo(**bounds) if bounds else None
+    return {label: summarize(record, goal) for label, record in records.items()}
+
+
+def _traffic(trace: Trace) -> str:
+    found = trace.describe()
+    rate = "at one instant" if found.rate_per_s is None else f"at {found.rate_per_s:.4g}/s over {found.span_s:,.1f} s"
+    assert found.prompt is not None
+    assert found.output is not None
+    return (
+        f"traffic: {len(trace):,} requests {rate}; prompts mean {found.prompt.mean:,.0f}, outputs mean "
+        f"{found.output.mean:,.0f} tokens"
+    )
+
+
+def _limits(limits: Limits, run: RunOptions) -> str:
+    shown = [
+        f"{name} {getattr(limits, name):,}" for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    ]
+    if limits.max_num_queued_reqs is not None:
+        shown.append(f"max_num_queued_reqs {limits.max_num_queued_reqs:,}")
+    return f"limits: {', '.join(shown)}; overlap depth {run.overlap_depth}"
+
+
+def _results(
+    trace: Trace,
+    setup: Setup,
+    limits: Limits,
+    records: Mapping[str, RunRecord],
+    summaries: Mapping[str, Summary],
+    folders: Mapping[str, Path],
+) -> dict[str, Any]:
+    """All that the screen shows and more, as JSON values; equal inputs give equal results."""
+    return {
+        "trace": {
+            "name": trace.name,
+            "sha256": trace.sha256(),
+            "report": trace.report.as_dict(),
+            "summary": trace.describe().as_dict(),
+        },
+        "limits": asdict(limits),
+        "pool": setup.pool,
+        "runs": {
+            label: {
+                "metrics": summaries[label].as_dict(),
+                "refusals": refusals(record),
+                "header": record.header,
+                "record": str(folders[label]) if label in folders else None,
+            }
+            for label, record in records.items()
+        },
+    }

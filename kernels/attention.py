@@ -97,7 +97,9 @@ def make_attention(name: str, spec: AttentionSpec, device: torch.device | str = 
         return ReferenceAttention(spec)
     if name == "cpu":
         if not on_cpu:
-            raise ValueError(f"attention backend 'cpu' cannot run on device {str(device)!r}; use 'auto' or 'reference'")
+            raise ValueError(
+                f"attention backend 'cpu' cannot run on device {str(device)!r}; use 'auto' or 'reference'"
+            )
         from pagedserve.kernels.attention_cpu import CpuAttention
 
         return CpuAttention(spec)

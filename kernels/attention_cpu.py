@@ -110,6 +110,7 @@ class CpuAttention:
             partials.append(_weigh(scores, values[begin:end]))
         merged = _merge(_join(partials), (1,) * (tile.last - tile.first), None)
         return merged[0, :, : count * size].view(heads, count, size, width).transpose(0, 1)
+
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
         """Scale ``query`` [n, KVH, M, D] where that rounds nothing in bfloat16, and pad its rows."""
         if query.dtype == torch.float32 or self._scale_is_exact:

@@ -117,7 +117,9 @@ def make_plan(batch: PagedBatch, cache: KVCache, spec: AttentionSpec) -> CpuPlan
         _prefill_chunk(tables[s], int(starts[s]), int(counts[s]), int(contexts[s]), geometry, spec)
         for s in np.flatnonzero(counts > 1)
     )
-    gathers = [chunk.gather for chunk in prefills] + [chunk.gather for chunk in (decode.chunks if decode else ())]
+    gathers = [chunk.gather for chunk in prefills] + [
+        chunk.gather for chunk in (decode.chunks if decode else ())
+    ]
     return CpuPlan(decode, prefills, max((len(gather.rows) for gather in gathers), default=0))
 
 
@@ -203,6 +205,8 @@ def _gather(
     tile, offset = np.nonzero((positions >= lengths[:, None]) & (positions < written_to[:, None]))
     unwritten = None
     if len(tile):
-        head_rows = ((len(tiles) + tile[:, None]) * heads + np.arange(heads)) * geometry.tokens + offset[:, None]
+        head_rows = ((len(tiles) + tile[:, None]) * heads + np.arange(heads)) * geometry.tokens + offset[
+            :, None
+        ]
         unwritten = torch.from_numpy(head_rows.reshape(-1))
     return Gather(len(tiles), torch.from_numpy(rows.reshape(-1)), unwritten)

@@ -28,7 +28,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, size in (("num_layers", num_layers), ("num_blocks", num_blocks), ("block_size", block_size)):
+        for name, size in (
+            ("num_layers", num_layers),
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+        ):
             if size < 1:
                 raise ValueError(f"KV cache: {name} is {size}, it must be at least 1")
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size

@@ -72,8 +72,8 @@ class Allocator(ABC):
     def take_hits(self, state: RequestState, hits: tuple[int, ...]) -> None:
         """Append hit blocks to the empty table of a request."""
 
-    def publish(self, block: int, key: Hashable) -> None:
-        """The block's content is computed and may be found under ``key``."""
+    def publish(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """The blocks' contents are computed and may be found under the keys."""
 
 
 class PagedAllocator(Allocator):
@@ -139,8 +139,7 @@ class PagedAllocator(Allocator):
 
     def _evict(self, num_blocks: int) -> None:
         """Forget the content of the cached blocks released longest ago."""
-        for _ in range(num_blocks):
-            block, _ = self._cached.popitem(last=False)
+        for block in [self._cached.popitem(last=False)[0] for _ in range(num_blocks)]:
             del self._block_of[self._key_of.pop(block)]
             self._free.append(block)
 
@@ -188,11 +187,13 @@ class PagedAllocator(Allocator):
         shared = sum([block in self._more_refs for block in state.block_table]) if self._more_refs else 0
         return len(state.block_table) - shared
 
-    def publish(self, block: int, key: Hashable) -> None:
-        if self.prefix_caching and key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
-            self.num_releases += 1
+    def publish(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+        block_of, key_of = self._block_of, self._key_of
+        for block, key in zip(blocks, keys, strict=True):
+            if key not in block_of and block not in key_of:
+                block_of[key] = block
+                key_of[block] = key
+        self.num_releases += 1
 
     def committed(self, step: int) -> None:
         while self._fences and self._fences[0][0] <= step:

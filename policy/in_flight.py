@@ -1,6 +1,6 @@
 """A scheduled step until its commit, and what its outcomes mean."""
 
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from pagedserve.policy.blocks import Allocator
@@ -10,13 +10,13 @@ from pagedserve.policy.request import RequestState
 
 @dataclass(slots=True)
 class InFlightState:
-    """A step in flight: ``filled`` blocks as (request, block index, block) and who samples its last token.
+    """A step in flight: the blocks it fills, as (request, first block index, blocks), and who ends with it.
 
     ``dead`` requests ended while the step was in flight: their token of it is discarded.
     """
 
     plan: StepPlan
-    filled: list[tuple[RequestState, int, int]] = field(default_factory=list)
+    filled: list[tuple[RequestState, int, list[int]]] = field(default_factory=list)
     ends: list[RequestState] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
 
@@ -45,14 +45,22 @@ class InFlightState:
             if request not in self.dead and len(given.new_block_keys) != num_keys:
                 raise ValueError(f"{given}: step {plan.step} filled {num_keys} blocks that need a key")
 
+    def keys_due(self) -> list[tuple[int, int]]:
+        """(request, block index) of filled blocks whose key is not known; call it at planning."""
+        return [
+            (state.id, index)
+            for state, first, blocks in self.filled
+            if state.block_keys is not None and first + len(blocks) > len(state.block_keys)
+            for index in range(max(first, len(state.block_keys)), first + len(blocks))
+        ]
+
     def publish(self, told: Mapping[int, Outcome], allocator: Allocator) -> None:
         """Put the blocks that the step filled under their keys."""
-        keys: dict[int, list[Hashable]] = {}
-        for state, index, block in self.filled:
+        for state, first, blocks in self.filled:
             if state.block_keys is None:
                 continue
-            if index == len(state.block_keys) and state.id in told and state.id not in self.dead:
-                given = keys.setdefault(state.id, list(told[state.id].new_block_keys))
-                state.block_keys.append(given.pop(0))
-            if index < len(state.block_keys):
-                allocator.publish(block, state.block_keys[index])
+            if first + len(blocks) > len(state.block_keys) and state.id in told and state.id not in self.dead:
+                state.block_keys += told[state.id].new_block_keys
+            keys = state.block_keys[first : first + len(blocks)]
+            if keys:
+                allocator.publish(blocks[: len(keys)], keys)

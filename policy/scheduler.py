@@ -172,13 +172,7 @@ class Scheduler:
             tuple(self._preempted),
             tuple(self._departed),
             tuple([(owner, blocks) for owner, blocks in step.new_blocks.items() if blocks]),
-            tuple(
-                [
-                    (s.id, i)
-                    for s, i, _ in flight.filled
-                    if s.block_keys is not None and i >= len(s.block_keys)
-                ]
-            ),
+            tuple(flight.keys_due()),
             shape,
             step.num_recomputed_tokens,
             step.num_prefix_hit_tokens,
@@ -198,15 +192,17 @@ class Scheduler:
             size = self.limits.block_size
             for state in [s for s in flight.ends if s.base_computed % size == 0] + self.group.needing_block():
                 index = state.num_computed_tokens // size - 1
-                flight.filled.append((state, index, state.block_table[index]))
+                flight.filled.append((state, index, [state.block_table[index]]))
 
     def _run_chunk(self, flight: InFlightState, chunk: PrefillChunk, number: int) -> None:
         """Book a chunk; a request whose chunk samples goes on in the decode group."""
         state, size = self.states[chunk.request], self.limits.block_size
         state.base_last_step = number
         if self.policy.enable_prefix_caching:
-            for index in range(chunk.start // size, state.base_computed // size):
-                flight.filled.append((state, index, state.block_table[index]))
+            first = chunk.start // size
+            blocks = state.block_table[first : state.base_computed // size]
+            if blocks:
+                flight.filled.append((state, first, blocks))
         if chunk.samples:
             del self.prefilling[state.id]
             state.base_sampled += 1

@@ -53,7 +53,9 @@ def make_batch(
             )
         tokens.extend(chunk.token_ids)
         positions.extend(range(chunk.start, end))
-        slots.extend(chunk.block_ids[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
+        slots.extend(
+            chunk.block_ids[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)
+        )
         query_start.append(len(tokens))
         tables[index, : len(chunk.block_ids)] = torch.tensor(chunk.block_ids, dtype=torch.int32)
     return ForwardBatch(

@@ -47,13 +47,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise UnsupportedModel(f"model config: {name} is {getattr(self, name)}, it must be at least 1")
+                raise UnsupportedModel(
+                    f"model config: {name} is {getattr(self, name)}, it must be at least 1"
+                )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(
                 f"model config: {self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads"
             )
         if self.head_dim % 2:
-            raise UnsupportedModel(f"model config: head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+            raise UnsupportedModel(
+                f"model config: head_dim {self.head_dim} is odd; rotary embedding needs pairs"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -126,7 +130,9 @@ def _refuse_options(values: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"unsupported activation {activation!r}. Supported: {', '.join(_ACTIVATIONS)}")
     quantization = values.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        )
         raise UnsupportedModel(
             f"unsupported quantization_config (method {method!r}): use an unquantised safetensors checkpoint or a GGUF file"
         )
@@ -141,7 +147,9 @@ def _sliding_window(values: Mapping[str, Any], model_type: str) -> int | None:
     if model_type == "mistral":
         window = values.get("sliding_window", 4096)
         return None if window is None else int(window)
-    if values.get("use_sliding_window") and "sliding_attention" in (values.get("layer_types") or ["sliding_attention"]):
+    if values.get("use_sliding_window") and "sliding_attention" in (
+        values.get("layer_types") or ["sliding_attention"]
+    ):
         raise UnsupportedModel(
             f"unsupported use_sliding_window=true for {model_type}: a window on some layers only is not computed here"
         )

@@ -43,16 +43,16 @@ def can_pack(dtype: torch.dtype) -> bool:
     """
     if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
         return False
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis, in float32, rounded once before the weight."""
-    wide = hidden.float()
-    scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(hidden.dtype).mul_(weight)
+    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis, in float32 inside, rounded once."""
+    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,18 @@ class Layer:
 class Model:
     """A model on one device, ready to run. Not thread-safe: the CPU attention backend keeps a scratch buffer."""
 
-    __slots__ = ("attention", "config", "device", "dtype", "embedding", "final_norm", "head", "layers", "max_model_len", "rotary")
+    __slots__ = (
+        "attention",
+        "config",
+        "device",
+        "dtype",
+        "embedding",
+        "final_norm",
+        "head",
+        "layers",
+        "max_model_len",
+        "rotary",
+    )
 
     def __init__(
         self,
@@ -59,11 +70,15 @@ class Model:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len or config.max_position_embeddings
         spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
-        self.attention = make_attention(attention, spec, self.device) if isinstance(attention, str) else attention
+        self.attention = (
+            make_attention(attention, spec, self.device) if isinstance(attention, str) else attention
+        )
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.rotary = RotaryTable(frequencies, self.max_model_len, self.device)
         self.embedding = self._tensor(source, "model.embed_tokens.weight")
-        self.layers = tuple(self._layer(source, f"model.layers.{index}.") for index in range(config.num_layers))
+        self.layers = tuple(
+            self._layer(source, f"model.layers.{index}.") for index in range(config.num_layers)
+        )
         self.final_norm = self._tensor(source, "model.norm.weight")
         tied = config.tie_word_embeddings
         self.head = Linear(self.embedding if tied else self._tensor(source, "lm_head.weight"))
@@ -96,7 +111,13 @@ class Model:
         """Allocate a KV cache that fits this model, on its device and in its dtype."""
         config = self.config
         return KVCache(
-            config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, self.dtype, self.device
+            config.num_layers,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
+            self.device,
         )
 
     @torch.inference_mode()
@@ -113,7 +134,9 @@ class Model:
         hidden = torch.nn.functional.embedding(batch.token_ids, self.embedding)
         num_rotated = config.num_heads + config.num_kv_heads
         for index, layer in enumerate(self.layers):
-            projected = layer.qkv(rms_norm(hidden, layer.input_norm, eps)).view(batch.num_tokens, -1, config.head_dim)
+            projected = layer.qkv(rms_norm(hidden, layer.input_norm, eps)).view(
+                batch.num_tokens, -1, config.head_dim
+            )
             heads = projected[:, :num_rotated]
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = rms_norm(heads[:, : config.num_heads], layer.query_norm, eps)

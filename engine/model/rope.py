@@ -40,11 +40,15 @@ def parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
     nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
-        raise UnsupportedModel(f"unsupported rope parameters per layer type ({', '.join(nested)}): one set for all layers is")
+        raise UnsupportedModel(
+            f"unsupported rope parameters per layer type ({', '.join(nested)}): one set for all layers is"
+        )
     theta = float(parameters.get("rope_theta") or values.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SUPPORTED_ROPE_TYPES:
-        raise UnsupportedModel(f"unsupported rope type {kind!r}. Supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+        raise UnsupportedModel(
+            f"unsupported rope type {kind!r}. Supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModel(
             f"unsupported partial_rotary_factor {parameters['partial_rotary_factor']}: only 1.0 (the whole head) is"
@@ -63,7 +67,9 @@ def parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             original_max_position_embeddings=int(original),
         )
     except KeyError as error:
-        raise UnsupportedModel(f"rope type {kind!r} needs {error.args[0]!r}, which the model config lacks") from None
+        raise UnsupportedModel(
+            f"rope type {kind!r} needs {error.args[0]!r}, which the model config lacks"
+        ) from None
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
@@ -109,7 +115,9 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [T, 1, head_dim / 2] for ``positions`` [T]."""
-        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
+        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(
+            0, positions
+        ).unsqueeze(1)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

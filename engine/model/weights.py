@@ -93,12 +93,14 @@ class SafetensorsSource:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        wanted = _shard_map(folder)
-        for path in sorted(set(wanted.values())):
+        files, promised = _shards(folder)
+        for path in files:
             self._open(path)
-        absent = [f"{name} (in {path.name})" for name, path in wanted.items() if name and name not in self._files]
+        absent = [f"{name} (in {shard})" for name, shard in promised.items() if name not in self._files]
         if absent:
-            raise WeightsError(f"{folder / _INDEX} promises tensors that their shards lack: {', '.join(absent[:8])}")
+            raise WeightsError(
+                f"{folder / _INDEX} promises tensors that their shards lack: {', '.join(absent[:8])}"
+            )
 
     def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
@@ -109,7 +111,9 @@ class SafetensorsSource:
                 self._files[name] = file
                 self._shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
-            raise WeightsError(f"{path} is not a whole safetensors file ({error}); download it again") from error
+            raise WeightsError(
+                f"{path} is not a whole safetensors file ({error}); download it again"
+            ) from error
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)
@@ -118,30 +122,35 @@ class SafetensorsSource:
         return self._files[name].get_tensor(name)
 
 
-def _shard_map(folder: Path) -> dict[str, Path]:
-    """Map each promised tensor to its shard; for files without an index, one empty name each."""
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files to read, and which tensors an index promises in which of them."""
     index = folder / _INDEX
     if index.exists():
         try:
-            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            promised: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise WeightsError(f"{index} is not a safetensors index ({error!r})") from error
-        missing = sorted({shard for shard in names.values() if not (folder / shard).is_file()})
+        shards = sorted(set(promised.values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise WeightsError(
-                f"missing shard {', '.join(missing)} of {len(set(names.values()))} in {folder}; download it again"
+                f"missing shard {', '.join(missing)} ({len(missing)} of {len(shards)}) in {folder}; download it again"
             )
-        return {name: folder / shard for name, shard in names.items()}
+        return [folder / shard for shard in shards], promised
     files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return {"" if len(files) == 1 else f"{'':{position}}": path for position, path in enumerate(files)}
+    if not files:
+        raise WeightsError(_no_weights(folder))
+    return files, {}
+
+
+def _no_weights(folder: Path) -> str:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
-        raise WeightsError(
-            f"{folder} has pickled weights only ({', '.join(pickled[:3])}); loading them can run code, so they are "
-            "refused. Convert them to safetensors (save_pretrained of a recent transformers writes it)"
-        )
-    raise WeightsError(f"{folder} has no *.safetensors file")
+    if not pickled:
+        return f"{folder} has no *.safetensors file"
+    return (
+        f"{folder} has pickled weights only ({', '.join(pickled[:3])}); loading them can run code, so they are "
+        "refused. Convert them to safetensors (save_pretrained of a recent transformers writes that)"
+    )
 
 
 class RandomSource:

@@ -1,11 +1,11 @@
 """Tokens for the rows that use noise, by what their filters need.
 
-On a CPU the few largest logits are tried first: most filters keep no other token, and whether that is so can be
-proved. Rows for which it is not take the same filters over the whole vocabulary, as all rows do on a device, where
-asking would mean waiting. The way taken follows from the row alone, and both ways give the same token.
+On a CPU the few largest logits are tried first: most filters keep no other token, and that can be checked.
+Rows that fail the check take the same filters over the whole vocabulary, as all rows do on a device, where
+checking would mean waiting. Which way a row goes follows from the row alone, so neighbours do not matter.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,25 +25,37 @@ NUM_NEAR = 128
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """R rows of one kind. logits: float32 [R, V]; the rest [R]: peaks and temperature float32, top_p float64,
-    min_weight, top_k and words int64. Every peak is finite."""
+    """R rows of one kind and what they need, see `rows.SamplingLayout`. logits: float32 [R, V]; the rest [R].
+
+    Every peak is finite. min_weight is None where no row has a min_p.
+    """
 
     logits: Tensor
     peaks: Tensor
     temperature: Tensor
-    min_weight: Tensor
+    min_weight: Tensor | None
     top_k: Tensor
     top_p: Tensor
     words: Tensor
 
     def take(self, rows: Tensor | slice) -> "RandomRows":
-        """Some of the rows, by index or mask."""
-        return RandomRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+        """Some of the rows, by mask or slice."""
+        return RandomRows(
+            logits=self.logits[rows],
+            peaks=self.peaks[rows],
+            temperature=self.temperature[rows],
+            min_weight=None if self.min_weight is None else self.min_weight[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            words=self.words[rows],
+        )
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Fixed-point weights of these rows' logits, all or some of them [R, N], after temperature and min_p."""
+        """Fixed-point weights of the rows' logits, all or some of them [R, N], under temperature and min_p."""
         weights = fixed_point_weights(logits, self.peaks, self.temperature)
-        return weights.mul_(weights >= self.min_weight.unsqueeze(-1))
+        if self.min_weight is not None:
+            weights.mul_(weights >= self.min_weight.unsqueeze(-1))
+        return weights
 
 
 def draw_plain(rows: RandomRows) -> Tensor:
@@ -53,7 +65,7 @@ def draw_plain(rows: RandomRows) -> Tensor:
 
 def draw_top_k(rows: RandomRows, largest_k: int) -> Tensor:
     """Tokens [R] of rows that have a top_k, at most largest_k."""
-    if not _has_near(rows) or largest_k >= NUM_NEAR:
+    if not _has_near(rows):
         return _draw_top_k_of_all(rows, largest_k)
     ids = _near_ids(rows)
     near = rows.weights(rows.logits.gather(-1, ids))
@@ -61,7 +73,8 @@ def draw_top_k(rows: RandomRows, largest_k: int) -> Tensor:
     leaders = first_k(ranked, rows.top_k)
     kept = cut(near, *floor_and_quota(leaders, share(rows.top_p, leaders.sum(dim=-1))))
     tokens = _pick(ids, kept, rows)
-    far = ranked.gather(-1, rows.top_k.unsqueeze(-1) - 1).squeeze(-1) <= edge
+    last_kept = ranked.gather(-1, rows.top_k.clamp(max=NUM_NEAR).unsqueeze(-1) - 1).squeeze(-1)
+    far = (last_kept <= edge) | (rows.top_k >= NUM_NEAR)
     if far.any():
         tokens[far] = _draw_top_k_of_all(rows.take(far), largest_k)
     return tokens
@@ -101,8 +114,8 @@ def _near_ids(rows: RandomRows) -> Tensor:
 def _rank(near: Tensor) -> tuple[Tensor, Tensor]:
     """The weights in falling order, and the edge [R]: no token outside weighs more.
 
-    A token outside may tie with the last one inside, and its exp may have been rounded up where that one's was
-    rounded down: hence the margin. Where the last weighs nothing, nothing lies outside.
+    Logits, not weights, said what is near; exp can round a smaller logit up and a larger one down, hence the
+    margin. Where the last weighs nothing, nothing lies outside.
     """
     ranked = near.sort(dim=-1, descending=True).values
     last = ranked[:, -1]
@@ -110,6 +123,4 @@ def _rank(near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pick(ids: Tensor, kept: Tensor, rows: RandomRows) -> Tensor:
-    # A row that turns out to be far may have kept nothing yet; its index is overwritten later.
-    index = draw(kept, rows.words).clamp_(max=kept.shape[-1] - 1)
-    return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return ids.gather(-1, draw(kept, rows.words).unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,7 @@
 """top_k and top_p on fixed-point weights, exactly and without sorting the vocabulary.
 
-Both keep the leading tokens in one order: weight down, then id up. So what stays is named by a floor and a quota:
-every token above the floor, and the first `quota` of those at it. Sums and counts are integers throughout.
+Both keep the leading tokens in one order: weight down, then id up. So what stays is named by a floor and a
+quota: every token above the floor, and the first `quota` of those at it. All sums and counts are integers.
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS
 
-# A weight has 24 significant bits, so float32 holds it exactly, and the bits of a positive float32 sort like the
-# number. They are split in two digits: the exponent with the first 9 bits of the fraction, and the other 14.
+# A weight has 24 significant bits, so float32 holds it exactly, and the bits of a positive float32 sort like
+# the number. They are split in two digits: the exponent with 9 bits of the fraction, and the other 14 bits.
 FINE_BITS = 14
 NUM_FINE = 1 << FINE_BITS
 FIRST_COARSE = (127 << 23) >> FINE_BITS  # the digit of weight one
@@ -20,8 +20,8 @@ NUM_COARSE = (SCALE_BITS << (23 - FINE_BITS)) + 1
 def keep_top_k(weights: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) -> Tensor:
     """The weights with zero outside each row's top k, then outside the nucleus of what is left.
 
-    weights: int64 [R, V], some positive in each row. top_k: int64 [R], from 1 to largest_k, at most V; exactly k
-    stay. top_p: float64 [R], as in `keep_nucleus`, relative to the mass of the top k.
+    weights: int64 [R, V], some positive in each row. top_k: int64 [R], from 1 to largest_k, at most V;
+    exactly k stay. top_p: float64 [R], as in `keep_nucleus`, relative to the mass of the top k.
     """
     leaders = first_k(weights.topk(largest_k, dim=-1).values, top_k)
     return cut(weights, *floor_and_quota(leaders, share(top_p, leaders.sum(dim=-1))))
@@ -30,9 +30,9 @@ def keep_top_k(weights: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) ->
 def keep_nucleus(weights: Tensor, limit: Tensor) -> Tensor:
     """The weights with zero outside each row's nucleus (Holtzman et al. 2020).
 
-    weights: int64 [R, V]. limit: int64 [R], from 1 to the row's mass, see `share`. The nucleus is the shortest run
-    of leading tokens that holds the limit: the token that crosses the line is kept, as in vLLM. Where it ends is
-    found by radix selection on the weights: two histograms instead of a sort.
+    weights: int64 [R, V]. limit: int64 [R], from 1 to the row's mass, see `share`. The nucleus is the
+    shortest run of leading tokens that holds the limit: the token that crosses the line is kept, as in vLLM.
+    Its end is found by radix selection on the weights: two histograms instead of a sort.
     """
     bits = weights.float().view(torch.int32).to(torch.int64)
     coarse = ((bits >> FINE_BITS) - FIRST_COARSE).clamp_(min=0)  # weight zero joins one: it has no mass
@@ -57,7 +57,7 @@ def first_k(leaders: Tensor, top_k: Tensor) -> Tensor:
 
 
 def floor_and_quota(leaders: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """What names the shortest run of leaders [R, K], in falling order, that holds the limit [R]; both [R, 1]."""
+    """Floor and quota [R, 1] of the shortest run of falling leaders [R, K] that holds the limit [R]."""
     kept = (leaders.cumsum(dim=-1) - leaders) < limit.unsqueeze(-1)
     floor = leaders.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
     return floor, (kept & (leaders == floor)).sum(dim=-1, keepdim=True)
@@ -70,7 +70,9 @@ def cut(weights: Tensor, floor: Tensor, quota: Tensor) -> Tensor:
     return weights * ((weights > floor) | (at_floor & within))
 
 
-def _digit_that_reaches(limit: Tensor, digits: Tensor, weights: Tensor, num_digits: int) -> tuple[Tensor, Tensor]:
+def _digit_that_reaches(
+    limit: Tensor, digits: Tensor, weights: Tensor, num_digits: int
+) -> tuple[Tensor, Tensor]:
     """From the largest digit down, the one whose mass reaches the limit [R, 1], and what it must give [R]."""
     mass = torch.zeros(len(digits), num_digits, dtype=torch.int64, device=digits.device)
     mass = mass.scatter_add_(1, digits, weights).flip(-1)

@@ -76,7 +76,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobB
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and ids [N, count] of each row's largest logits in float32 [N, V]; of equals the lower ids first.
+    """Values and ids [N, count] of each row's largest logits, float32 [N, V]; of equals the lower ids first.
 
     `torch.topk` leaves the order of equals open, and bfloat16 logits are full of them, so it is given integers
     that differ: the logit's bits, mapped to sort like the number, above the complement of the id.

@@ -15,13 +15,12 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from pagedserve.engine.sampling.filters import keep_nucleus, keep_top_k
-from pagedserve.engine.sampling.fixed_point import draw, fixed_point_weights
+from pagedserve.engine.sampling.draws import RandomRows, draw_nucleus, draw_plain, draw_top_k
 from pagedserve.engine.sampling.logprobs import LogprobBatch, PositionLogprobs, gather_logprobs
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingLayout
 
-# Rows are taken in groups of this many logits, which shows in no result. It bounds scratch space to 128 MiB a tensor;
-# on a CPU to what stays in cache and is not given back to the system after each step.
+# Rows are taken in groups of this many logits, which shows in no result. That bounds scratch space to 128 MiB
+# a tensor, and on a CPU to what the allocator keeps at hand instead of mapping and clearing it each step.
 MAX_GROUP_LOGITS = {"cpu": 1 << 18}
 MAX_GROUP_LOGITS_ELSEWHERE = 1 << 24
 
@@ -76,8 +75,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     if batch.suppressed is not None:
         logits[batch.suppressed] = -inf
     peaks = logits.amax(dim=-1)
-    tokens = _choose(logits, peaks, batch)
-    tokens.masked_fill_(~torch.isfinite(peaks), 0)
+    broken = ~torch.isfinite(peaks)
+    # Where asking would not mean waiting for a device, the common case is spared the work.
+    if logits.device.type != "cpu" or broken.any():
+        logits.masked_fill_(broken.unsqueeze(-1), 0.0)
+    tokens = _choose(logits, peaks.masked_fill(broken, 0.0), batch)
     logprob_batch = None
     if raw is not None:
         logprob_batch = gather_logprobs(raw, tokens[layout.logprob_rows], max(layout.num_top_logprobs))
@@ -85,36 +87,41 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 
 def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:
-    num_random = len(batch.layout.random_rows)
+    """Tokens for every row of [R, V]; peaks are finite."""
+    layout = batch.layout
+    num_random = len(layout.random_rows)
     if num_random == 0:
         return logits.argmax(dim=-1)
     all_random = num_random == len(logits)
     tokens = torch.empty_like(peaks, dtype=torch.int64) if all_random else logits.argmax(dim=-1)
     group_logits = MAX_GROUP_LOGITS.get(logits.device.type, MAX_GROUP_LOGITS_ELSEWHERE)
     group = max(1, group_logits // batch.vocab_size)
-    for first in range(0, num_random, group):
-        part = slice(first, min(first + group, num_random))
-        rows = batch.layout.random_rows[part]
-        tokens[rows] = _draw_rows(logits[rows], peaks[rows], batch, part)
+    ends = (layout.num_top_k, layout.num_top_k + layout.num_nucleus, num_random)
+    for first, end in zip((0, *ends), ends, strict=False):
+        for start in range(first, end, group):
+            part = slice(start, min(start + group, end))
+            rows = layout.random_rows[part]
+            tokens[rows] = _draw_part(logits[rows], peaks[rows], batch, part)
     return tokens
 
 
-def _draw_rows(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice) -> Tensor:
-    """Tokens for the batch's random rows `part`, whose logits and peaks are given in that order."""
+def _draw_part(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice) -> Tensor:
+    """Tokens for the batch's random rows `part`, all of one kind, given their logits and peaks."""
     layout = batch.layout
-    weights = fixed_point_weights(logits, peaks, layout.temperature[part])
-    # A row that cannot be sampled becomes a harmless one here; `SampledTokens.errors` reports it.
-    weights.masked_fill_(~torch.isfinite(peaks).unsqueeze(-1), 1)
-    if layout.has_min_p:
-        weights.mul_(weights >= layout.min_weight[part].unsqueeze(-1))
-    top_k, top_p = layout.top_k[part], layout.top_p[part]
-    first = slice(0, max(0, layout.num_top_k - part.start))
-    if len(weights[first]):
-        weights[first] = keep_top_k(weights[first], top_k[first], top_p[first], layout.largest_k)
-    second = slice(first.stop, max(0, layout.num_top_k + layout.num_nucleus - part.start))
-    if len(weights[second]):
-        weights[second] = keep_nucleus(weights[second], top_p[second])
-    return draw(weights, batch.words[part])
+    rows = RandomRows(
+        logits=logits,
+        peaks=peaks,
+        temperature=layout.temperature[part],
+        min_weight=layout.min_weight[part] if layout.has_min_p else None,
+        top_k=layout.top_k[part],
+        top_p=layout.top_p[part],
+        words=batch.words[part],
+    )
+    if part.start < layout.num_top_k:
+        return draw_top_k(rows, layout.largest_k)
+    if part.start < layout.num_top_k + layout.num_nucleus:
+        return draw_nucleus(rows)
+    return draw_plain(rows)
 
 
 def _explain(request: int, peak: float) -> SamplingError:

@@ -6,11 +6,12 @@ import torch
 from scipy.stats import chisquare
 
 from pagedserve.engine.params import SamplingParams
-from pagedserve.engine.sampling import sampler
+from pagedserve.engine.sampling import draws
 from pagedserve.engine.sampling.rows import SamplingRows
+from pagedserve.engine.sampling.sampler import sample
 
 NUM_DRAWS = 50_000
-VOCAB_SIZE = 40
+VOCAB_SIZE = 200  # above draws.NUM_NEAR, so that both ways of filtering are taken
 LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(11)) * 2
 
 COMBINATIONS = [
@@ -18,6 +19,8 @@ COMBINATIONS = [
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=2.0),
     SamplingParams(top_k=5),
+    SamplingParams(top_k=150),
+    SamplingParams(temperature=4.0, top_p=0.95),
     SamplingParams(top_p=0.8),
     SamplingParams(min_p=0.05),
     SamplingParams(temperature=1.5, top_k=12, top_p=0.9),
@@ -50,7 +53,7 @@ def observed(params: SamplingParams) -> np.ndarray:
     tokens = []
     for first in range(0, NUM_DRAWS, num_rows):
         batch = rows.select(tuple(range(num_rows)), range(first, first + num_rows))
-        tokens.append(sampler.sample(LOGITS.repeat(num_rows, 1), batch).tokens)
+        tokens.append(sample(LOGITS.repeat(num_rows, 1), batch).tokens)
     return np.bincount(torch.cat(tokens).numpy(), minlength=VOCAB_SIZE)
 
 
@@ -72,29 +75,30 @@ def test_draws_follow_the_promised_distribution(params):
     assert p_value(observed(params), promised(params)) > 1e-3
 
 
-def without_temperature(logits, peak, temperature, weights=sampler.fixed_point_weights):
+def without_temperature(logits, peak, temperature, weights=draws.fixed_point_weights):
     return weights(logits, peak, torch.ones_like(temperature))
 
 
-def filtered_before_temperature(logits, weights, top_k, top_p, width, keep=sampler.keep_top):
-    """The nucleus of the model's distribution instead of the tempered one."""
-    peak = logits.amax(-1)
-    plain = sampler.fixed_point_weights(logits, peak, torch.ones_like(peak))
-    return weights * (keep(logits, plain, top_k, top_p, width) > 0)
+def a_little_too_warm(logits, peak, temperature, weights=draws.fixed_point_weights):
+    return weights(logits, peak, temperature * 1.05)
 
 
-def without_the_crossing_token(logits, weights, top_k, top_p, width, keep=sampler.keep_top):
-    kept = keep(logits, weights, top_k, top_p, width)
-    smallest = kept.masked_fill(kept == 0, 2**62).argmin(-1, keepdim=True)
-    return kept.scatter(-1, smallest, 0)
+def without_the_crossing_token(weights, floor, quota, cut=draws.cut):
+    return cut(weights, floor, quota - 1)
 
 
-def with_the_high_bit_lost(weights, words, draw=sampler.draw):
+def with_the_high_bit_lost(weights, words, draw=draws.draw):
     return draw(weights, words >> 1)
 
 
-def a_little_too_warm(logits, peak, temperature, weights=sampler.fixed_point_weights):
-    return weights(logits, peak, temperature * 1.05)
+def with_one_id_off(weights, words, draw=draws.draw):
+    return (draw(weights, words) + 1).clamp_(max=weights.shape[-1] - 1)
+
+
+def of_the_untempered_mass(top_p, mass, share=draws.share):
+    """A nucleus that holds top_p of what the vocabulary weighs without a temperature."""
+    plain = draws.fixed_point_weights(LOGITS[None], LOGITS.amax(-1, keepdim=True), torch.ones(1)).sum()
+    return share(top_p, torch.minimum(mass, plain.expand_as(mass)))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +106,12 @@ def a_little_too_warm(logits, peak, temperature, weights=sampler.fixed_point_wei
     [
         ("fixed_point_weights", without_temperature, SamplingParams(temperature=0.6)),
         ("fixed_point_weights", a_little_too_warm, SamplingParams()),
-        ("keep_top", filtered_before_temperature, SamplingParams(temperature=2.0, top_p=0.8)),
-        ("keep_top", without_the_crossing_token, SamplingParams(top_p=0.8)),
+        ("cut", without_the_crossing_token, SamplingParams(top_p=0.8)),
+        ("share", of_the_untempered_mass, SamplingParams(temperature=2.0, top_p=0.8)),
         ("draw", with_the_high_bit_lost, SamplingParams()),
+        ("draw", with_one_id_off, SamplingParams()),
     ],
 )
 def test_a_wrong_sampler_is_found_out(monkeypatch, part, fault, params):
-    monkeypatch.setattr(sampler, part, fault)
+    monkeypatch.setattr(draws, part, fault)
     assert p_value(observed(params), promised(params)) < 1e-6

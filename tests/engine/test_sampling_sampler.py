@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import ceil, inf, nan
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.sampling import sampler
 from pagedserve.engine.sampling.fixed_point import fixed_point_weights, scaled_target
-from pagedserve.engine.sampling.philox import noise_words
 from pagedserve.engine.sampling.logprobs import top_tokens
+from pagedserve.engine.sampling.philox import noise_words
 from pagedserve.engine.sampling.rows import SamplingRows
 from pagedserve.engine.sampling.sampler import SamplingError, sample
 from pagedserve.engine.stops import TokenStops
@@ -20,10 +21,26 @@ from pagedserve.engine.stops import TokenStops
 # Coarse values, so that rows are full of ties, with -inf for tokens that a model or a mask rules out.
 tied_logits = st.sampled_from([-inf, -9.0, -1.0, 0.0, 0.5, 0.5, 2.0, 3.0])
 fine_logits = st.floats(-30, 30, width=32)
+
+
+def random_logits(seed: int, vocab_size: int, spread: float, rounded: bool) -> list[float]:
+    """Normal logits; rounded to bfloat16 they are full of ties, as those of a model in that dtype."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    return (logits.bfloat16().float() if rounded else logits).tolist()
+
+
+# Around draws.NUM_NEAR, and with nuclei on either side of it.
+long_rows = st.builds(
+    random_logits,
+    st.integers(0, 10_000),
+    st.sampled_from([127, 128, 129, 200, 600]),
+    st.sampled_from([0.01, 0.5, 3.0, 10.0]),
+    st.booleans(),
+)
 any_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0]),
-    top_k=st.sampled_from([-1, 0, 0, 1, 2, 3, 7, 1000]),
+    top_k=st.sampled_from([-1, 0, 0, 1, 2, 3, 7, 100, 127, 128, 150, 1000]),
     top_p=st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.999999, 1.0, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
     seed=st.integers(-(2**63), 2**63 - 1),
@@ -75,7 +92,9 @@ def alone(logits: torch.Tensor, params: list[SamplingParams], position: int) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.one_of(tied_logits, fine_logits), min_size=2, max_size=40), any_params, st.integers(0, 2**33)
+    st.one_of(st.lists(st.one_of(tied_logits, fine_logits), min_size=2, max_size=40), long_rows),
+    any_params,
+    st.integers(0, 2**33),
 )
 def test_a_row_is_sampled_as_by_the_book(logits, params, position):
     logits = [*logits, 1.0]
@@ -98,12 +117,9 @@ def test_no_neighbour_order_or_grouping_changes_a_row(data):
     expected = alone(logits, params, position=50)
     chosen = data.draw(st.lists(st.sampled_from(range(len(params))), unique=True, min_size=1))
     batch = rows_of(params, vocab_size).select(tuple(chosen), [50 + request for request in chosen])
-    limit = sampler.MAX_GROUP_LOGITS
-    try:
-        sampler.MAX_GROUP_LOGITS = data.draw(st.sampled_from([limit, 2 * vocab_size, 1]))
+    group_logits = data.draw(st.sampled_from([1 << 18, 2 * vocab_size, 1]))
+    with patch.dict(sampler.MAX_GROUP_LOGITS, cpu=group_logits):
         result = sample(logits[chosen], batch)
-    finally:
-        sampler.MAX_GROUP_LOGITS = limit
     assert result.tokens.tolist() == [expected[request] for request in chosen]
 
 

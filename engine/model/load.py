@@ -1,0 +1,60 @@
+"""From a name to a model that runs: find the files, read the configuration, check memory, read the weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedserve.engine.model.config import ModelConfig
+from pagedserve.engine.model.errors import ModelNotFound
+from pagedserve.engine.model.files import ModelFiles, resolve_model
+from pagedserve.engine.model.gguf import GgufSource
+from pagedserve.engine.model.model import Model
+from pagedserve.engine.model.placement import DtypeChoice, check_memory, choose_dtype
+from pagedserve.engine.model.weights import SafetensorsSource, TensorSource, check_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with where it came from and why it has its dtype."""
+
+    model: Model
+    files: ModelFiles
+    dtype_choice: DtypeChoice
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    max_model_len: int | None = None,
+    home: Path | None = None,
+    progress: bool = True,
+) -> LoadedModel:
+    """Load a model by directory, GGUF file, alias or hub repository.
+
+    ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases; ``progress`` shows
+    a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong, before memory is filled.
+    """
+    files = resolve_model(name_or_path, home=home, progress=progress)
+    config, source = open_weights(files)
+    choice = choose_dtype(dtype, device)
+    check_tensors(config, source)
+    check_memory(config, choice.dtype, device)
+    model = Model(
+        config, source, dtype=choice.dtype, device=device, attention=attention, max_model_len=max_model_len
+    )
+    return LoadedModel(model, files, choice)
+
+
+def open_weights(files: ModelFiles) -> tuple[ModelConfig, TensorSource]:
+    """Read the configuration of ``files`` and open their tensors without reading them."""
+    if files.kind == "gguf":
+        source = GgufSource(files.path)
+        return source.config, source
+    values = files.read_json("config.json")
+    if values is None:
+        raise ModelNotFound(f"{files.path} has no config.json")
+    return ModelConfig.from_hf(values), SafetensorsSource(files.path)
