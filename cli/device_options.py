@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.values import one_of, real, whole
 from pagedserve.simulator.devices import DEVICES, GIB, device, fit_num_blocks
 from pagedserve.simulator.geometry import ModelGeometry, geometry
 
@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 PANEL = "Device and model"
 CONSTANT_PANEL = "Constant step times (with --cost constant)"
 DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_UTILIZATION = "h200", "llama-3.1-8b", 0.92
-MAX_US = 3_600e6
-
-
-class CostName(str, Enum):
-    """Where step times come from."""
-
-    ROOFLINE = "roofline"
-    CONSTANT = "constant"
+TIME_US = real(0, high=3_600e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +37,14 @@ class DeviceOptions:
     """Step times and memory; None: not given."""
 
     cost: Annotated[
-        CostName,
+        str,
         Option(
-            help="Step times: from device peaks and model geometry, or fixed numbers.", rich_help_panel=PANEL
+            parser=one_of("roofline", "constant"),
+            metavar="roofline|constant",
+            help="Step times: from device peaks and model geometry, or fixed numbers.",
+            rich_help_panel=PANEL,
         ),
-    ] = CostName.ROOFLINE
+    ] = "roofline"
     device: Annotated[
         str | None,
         Option(
@@ -68,6 +64,7 @@ class DeviceOptions:
     gpu_memory_utilization: Annotated[
         float | None,
         Option(
+            parser=real(0, above=True, high=1),
             metavar="SHARE",
             help=f"Memory for weights, workspace and KV blocks; the default is {DEFAULT_UTILIZATION}.",
             rich_help_panel=PANEL,
@@ -78,6 +75,7 @@ class DeviceOptions:
         Option(
             "--num-blocks",
             "--num-gpu-blocks-override",
+            parser=whole(1),
             metavar="N",
             help="KV blocks in the pool, instead of what fits the memory.",
             rich_help_panel=PANEL,
@@ -86,6 +84,7 @@ class DeviceOptions:
     host_gap_us: Annotated[
         float | None,
         Option(
+            parser=TIME_US,
             metavar="US",
             help="Host time between schedule and launch of a step, in microseconds.",
             rich_help_panel=PANEL,
@@ -94,26 +93,34 @@ class DeviceOptions:
     host_gap_per_seq_us: Annotated[
         float | None,
         Option(
-            metavar="US", help="More host time for every sequence of a step (roofline).", rich_help_panel=PANEL
+            parser=TIME_US,
+            metavar="US",
+            help="More host time for every sequence of a step (roofline).",
+            rich_help_panel=PANEL,
         ),
     ] = None
     step_us: Annotated[
         float | None,
-        Option(metavar="US", help="Microseconds of every step.", rich_help_panel=CONSTANT_PANEL),
+        Option(
+            parser=TIME_US, metavar="US", help="Microseconds of every step.", rich_help_panel=CONSTANT_PANEL
+        ),
     ] = None
     prefill_token_us: Annotated[
         float | None,
-        Option(metavar="US", help="More for every prefill token.", rich_help_panel=CONSTANT_PANEL),
+        Option(
+            parser=TIME_US, metavar="US", help="More for every prefill token.", rich_help_panel=CONSTANT_PANEL
+        ),
     ] = None
     decode_us: Annotated[
-        float | None, Option(metavar="US", help="More for every decode.", rich_help_panel=CONSTANT_PANEL)
+        float | None,
+        Option(parser=TIME_US, metavar="US", help="More for every decode.", rich_help_panel=CONSTANT_PANEL),
     ] = None
 
     def decide(self, block_size: int) -> Setup:
         """The cost model and the pool. ValueError says which number or name is wrong."""
         if self.num_blocks is not None and self.gpu_memory_utilization is not None:
             refuse("--num-blocks and --gpu-memory-utilization both size the KV pool; give one of them")
-        return self._constant(block_size) if self.cost is CostName.CONSTANT else self._roofline(block_size)
+        return self._constant(block_size) if self.cost == "constant" else self._roofline(block_size)
 
     def _constant(self, block_size: int) -> Setup:
         from pagedserve.simulator.constant import ConstantCost
@@ -124,10 +131,8 @@ class DeviceOptions:
         )
         if self.step_us is None or self.num_blocks is None:
             refuse("--cost constant needs --step-us, the time of a step, and --num-blocks, the KV pool")
-        step = _nanoseconds("--step-us", self.step_us)
-        per_prefill = _nanoseconds("--prefill-token-us", self.prefill_token_us or 0.0)
-        per_decode = _nanoseconds("--decode-us", self.decode_us or 0.0)
-        host = _nanoseconds("--host-gap-us", self.host_gap_us or 0.0)
+        step, per_prefill = _nanoseconds(self.step_us), _nanoseconds(self.prefill_token_us)
+        per_decode, host = _nanoseconds(self.decode_us), _nanoseconds(self.host_gap_us)
         says = (
             f"step times: {step / 1e3:g} us a step, {per_prefill / 1e3:g} us a prefill token, "
             f"{per_decode / 1e3:g} us a decode; host gap {host / 1e3:g} us: as given"
@@ -145,13 +150,12 @@ class DeviceOptions:
         gaps = {"host_step_ns": self.host_gap_us, "host_row_ns": self.host_gap_per_seq_us}
         for name, microseconds in gaps.items():
             if microseconds is not None:
-                option = "--host-gap-us" if name == "host_step_ns" else "--host-gap-per-seq-us"
-                parameters = replace(parameters, **{name: _nanoseconds(option, microseconds)})
+                parameters = replace(parameters, **{name: _nanoseconds(microseconds)})
         given = sum(gap is not None for gap in gaps.values())
+        gap_us, row_us = parameters.host_step_ns / 1e3, parameters.host_row_ns / 1e3
         says = (
-            f"step times: roofline of {model.name} on {on.title}; host gap {parameters.host_step_ns / 1e3:g} us "
-            f"a step and {parameters.host_row_ns / 1e3:g} us a sequence "
-            f"({('assumed, not measured', 'partly assumed', 'as given')[given]})"
+            f"step times: roofline of {model.name} on {on.title}; host gap {gap_us:g} us a step and "
+            f"{row_us:g} us a sequence ({('assumed, not measured', 'partly assumed', 'as given')[given]})"
         )
         cost = RooflineCost(on, model, parameters)
         if self.num_blocks is not None:
@@ -163,8 +167,6 @@ class DeviceOptions:
         self, on: Device, model: ModelGeometry, block_size: int
     ) -> tuple[int, str, dict[str, Any]]:
         share = DEFAULT_UTILIZATION if self.gpu_memory_utilization is None else self.gpu_memory_utilization
-        if not 0 < share <= 1:
-            refuse(f"--gpu-memory-utilization is {share:g}; it is a share of the memory, above 0 and at most 1")
         num_blocks = fit_num_blocks(on, model, block_size, share)
         says = (
             f"{_pool(num_blocks, block_size)}: what fits {share:g} of {on.memory_bytes / GIB:.2f} GiB beside "
@@ -190,12 +192,9 @@ class DeviceOptions:
             refuse(f"{', '.join(given)}: {why}; leave it out")
 
 
-
 def _pool(num_blocks: int, block_size: int) -> str:
     return f"KV pool: {num_blocks:,} blocks of {block_size} tokens ({num_blocks * block_size:,} tokens)"
 
 
-def _nanoseconds(option: str, microseconds: float) -> int:
-    if not 0 <= microseconds <= MAX_US:
-        refuse(f"{option} is {microseconds:g}; it is a time from 0 to {MAX_US:,.0f} microseconds (an hour)")
-    return round(microseconds * 1e3)
+def _nanoseconds(microseconds: float | None) -> int:
+    return round((microseconds or 0.0) * 1e3)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
 
 # Click's base of all usage errors, found through the one of its classes that typer passes on: typer used to
 # depend on click, and newer versions carry it inside.
-UsageError: type[Any] = typer.BadParameter.__mro__[1]
+UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -57,8 +57,9 @@ class OneLineGroup(TyperGroup):
             _tell(str(error))
             code = EXIT_BAD_INPUT
         except UsageError as error:
-            path = getattr(getattr(error, "ctx", None), "command_path", None)
-            _tell(error.format_message(), f" (see: {path} --help)" if path else "")
+            usage: Any = error
+            where = f" (see: {usage.ctx.command_path} --help)" if usage.ctx else ""
+            _tell(usage.format_message(), where)
             code = EXIT_BAD_INPUT
         except (KeyboardInterrupt, typer.Abort):
             code = EXIT_INTERRUPTED

@@ -16,7 +16,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     whose construction may check the values. Two groups of one command must not share a field's name.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type[Any]] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:

@@ -51,7 +51,7 @@ def report(
     screen = Screen(results.is_quiet)
     for label, record in records.items():
         screen.lines([f"{label}: {_described(record)}"])
-        screen.lines(f"{label}: {line}" for line in endings(record, summaries[label]))
+        screen.lines(endings(label, record, summaries[label]))
     screen.lines(_differences(records))
     screen.table(summaries)
     screen.lines(f"drawn: {file}" for file in pictures.draw(records))
@@ -71,7 +71,9 @@ def _record_folders(folders: list[Path]) -> list[Path]:
     """The folders given, each one that holds records replaced by those."""
     found: list[Path] = []
     for folder in folders:
-        inside = [] if (folder / HEADER).exists() else sorted(path.parent for path in folder.glob(f"*/{HEADER}"))
+        inside = (
+            [] if (folder / HEADER).exists() else sorted(path.parent for path in folder.glob(f"*/{HEADER}"))
+        )
         found += inside or [folder]
     for folder in found:
         if found.count(folder) > 1:
@@ -91,8 +93,9 @@ def _labelled(folders: list[Path]) -> dict[str, Path]:
 def _described(record: RunRecord) -> str:
     header = record.header
     policy = header["policy"].get("name") or "unnamed policy"
-    on = (header["device"] or {}).get("name")
-    where = f" on {on['title'] if isinstance(on, dict) else on}" if on else ""
+    device = (header["device"] or {}).get("name")
+    title = device.get("title") if isinstance(device, dict) else device
+    where = f" on {title}" if title else ""
     trace = header["trace"].get("name", "an unnamed trace")
     return f"{header['kind']}{where}, policy {policy}, trace {trace}, {record.steps.num_rows:,} steps"
 
@@ -100,7 +103,9 @@ def _described(record: RunRecord) -> str:
 def _differences(records: Mapping[str, RunRecord]) -> list[str]:
     """A warning if the runs differ in more than their policy."""
     first, *others = (record.header for record in records.values())
-    differing = [key for key in COMPARED if any(_of_run(other, key) != _of_run(first, key) for other in others)]
+    differing = [
+        key for key in COMPARED if any(_of_run(other, key) != _of_run(first, key) for other in others)
+    ]
     return [f"note: these runs differ in {', '.join(differing)}, not only in policy"] if differing else []
 
 

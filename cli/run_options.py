@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Annotated
 
 from typer import Option
 
-from pagedserve.cli.errors import refuse
+from pagedserve.cli.values import real, whole
 from pagedserve.policy import Limits
 
 LIMITS_PANEL, RUN_PANEL, SLO_PANEL = "Limits", "Run", "Service level objective"
 DEFAULTS = Limits()
+SECONDS = real(0, above=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +20,34 @@ class LimitOptions:
     """The limits of a scheduler but the pool, under vLLM's names."""
 
     max_num_seqs: Annotated[
-        int, Option(metavar="N", help="Requests running at once.", rich_help_panel=LIMITS_PANEL)
+        int,
+        Option(parser=whole(1), metavar="N", help="Requests running at once.", rich_help_panel=LIMITS_PANEL),
     ] = DEFAULTS.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int, Option(metavar="N", help="Tokens computed in one step.", rich_help_panel=LIMITS_PANEL)
+        int,
+        Option(
+            parser=whole(1), metavar="N", help="Tokens computed in one step.", rich_help_panel=LIMITS_PANEL
+        ),
     ] = DEFAULTS.max_num_batched_tokens
     max_model_len: Annotated[
-        int, Option(metavar="N", help="Prompt plus output of one request.", rich_help_panel=LIMITS_PANEL)
+        int,
+        Option(
+            parser=whole(2),
+            metavar="N",
+            help="Prompt plus output of one request.",
+            rich_help_panel=LIMITS_PANEL,
+        ),
     ] = DEFAULTS.max_model_len
     block_size: Annotated[
-        int, Option(metavar="N", help="Tokens in a KV block.", rich_help_panel=LIMITS_PANEL)
+        int, Option(parser=whole(1), metavar="N", help="Tokens in a KV block.", rich_help_panel=LIMITS_PANEL)
     ] = DEFAULTS.block_size
     max_num_queued_reqs: Annotated[
         int | None,
         Option(
-            metavar="N", help="Requests that may wait; more are refused.", rich_help_panel=LIMITS_PANEL
+            parser=whole(1),
+            metavar="N",
+            help="Requests that may wait; more are refused.",
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None
 
@@ -50,8 +63,8 @@ class RunOptions:
     overlap_depth: Annotated[
         int,
         Option(
-            min=0,
-            max=1,
+            parser=whole(0, 1),
+            metavar="0|1",
             help="1: schedule a step while the one before runs (vLLM: async scheduling).",
             rich_help_panel=RUN_PANEL,
         ),
@@ -59,7 +72,7 @@ class RunOptions:
     max_tokens: Annotated[
         int | None,
         Option(
-            min=1,
+            parser=whole(1),
             metavar="N",
             help="Output limit that every request declares; the default is the trace's longest output.",
             rich_help_panel=RUN_PANEL,
@@ -68,6 +81,7 @@ class RunOptions:
     client_timeout: Annotated[
         float | None,
         Option(
+            parser=SECONDS,
             metavar="S",
             help="A client gives up on a request that has not ended S seconds after it was sent.",
             rich_help_panel=RUN_PANEL,
@@ -78,7 +92,7 @@ class RunOptions:
         Option(
             "--max-in-flight",
             "--max-concurrency",
-            min=1,
+            parser=whole(1),
             metavar="N",
             help="Closed loop: a request is sent when it is due and fewer than N are in flight.",
             rich_help_panel=RUN_PANEL,
@@ -93,34 +107,25 @@ class RunOptions:
         ),
     ] = False
 
-    def __post_init__(self) -> None:
-        _refuse_unless_positive("--client-timeout", self.client_timeout)
-
 
 @dataclass(frozen=True, slots=True)
 class SloOptions:
     """Bounds that a good request keeps, in seconds; they add attainment and goodput to the table."""
 
     slo_ttft: Annotated[
-        float | None, Option(metavar="S", help="Time to first token.", rich_help_panel=SLO_PANEL)
+        float | None,
+        Option(parser=SECONDS, metavar="S", help="Time to first token.", rich_help_panel=SLO_PANEL),
     ] = None
     slo_tpot: Annotated[
-        float | None, Option(metavar="S", help="Time per output token.", rich_help_panel=SLO_PANEL)
+        float | None,
+        Option(parser=SECONDS, metavar="S", help="Time per output token.", rich_help_panel=SLO_PANEL),
     ] = None
     slo_e2e: Annotated[
-        float | None, Option(metavar="S", help="End-to-end latency.", rich_help_panel=SLO_PANEL)
+        float | None,
+        Option(parser=SECONDS, metavar="S", help="End-to-end latency.", rich_help_panel=SLO_PANEL),
     ] = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            _refuse_unless_positive("--" + field.name.replace("_", "-"), getattr(self, field.name))
 
     def bounds(self) -> dict[str, float]:
         """The bounds given, by their names in `metrics.summary.Slo`."""
         given = {field.name.removeprefix("slo_") + "_s": getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in given.items() if value is not None}
-
-
-def _refuse_unless_positive(option: str, seconds: float | None) -> None:
-    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        refuse(f"{option} is {seconds:g}; it is a time above 0 seconds")

@@ -87,11 +87,11 @@ def shown_metrics(summaries: Iterable[Summary]) -> list[Shown]:
     return rows
 
 
-def endings(record: RunRecord, summary: Summary) -> list[str]:
+def endings(label: str, record: RunRecord, summary: Summary) -> list[str]:
     """How the requests of a run ended, and why those that were refused were."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in summary.finish_reasons.items())
-    lines = [f"{summary.num_requests:,} requests: {reasons}"]
-    return lines + [f"{each['count']:,} refused, such as: {each['example']}" for each in refusals(record)]
+    why = [f"  {each['count']:,} refused, such as: {each['example']}" for each in refusals(record)]
+    return [f"{label}: {summary.num_requests:,} requests: {reasons}", *why]
 
 
 def refusals(record: RunRecord) -> list[dict[str, Any]]:

@@ -81,7 +81,9 @@ class SavingOptions:
                 refuse(f"{folder}: a file has this name; choose another --out")
             if folder.is_dir() and any(folder.iterdir()):
                 if not overwrite:
-                    refuse(f"{folder}: not empty; choose another --out, or replace the record with --overwrite")
+                    refuse(
+                        f"{folder}: not empty; choose another --out, or replace the record with --overwrite"
+                    )
                 if not (folder / "header.json").is_file():
                     refuse(f"{folder}: holds no record that could be replaced; choose another --out")
         return folders
@@ -114,6 +116,8 @@ def simulate(
     screen = Screen(results.is_quiet)
     screen.lines([*trace.report.lines(), _traffic(trace), *setup.lines, _limits(limits, run)])
     screen.lines(f"{label}: {described(chosen)}" for label, chosen in policies.items())
+    if trace.blocks is None and any(chosen.enable_prefix_caching for chosen in policies.values()):
+        screen.lines(["prefix caching: the trace does not say which prompts share blocks"])
     records: dict[str, RunRecord] = {}
     for label, record in _runs(policies, trace, setup, limits, run, saving.keep_plans, screen):
         records[label] = record
@@ -122,7 +126,8 @@ def simulate(
                 record.save(folders[label], overwrite=results.overwrite)
             screen.lines([f"  saved in {folders[label]}"])
     summaries = _summaries(records, slo)
-    screen.lines(f"{label}: {line}" for label in records for line in endings(records[label], summaries[label]))
+    for label, record in records.items():
+        screen.lines(endings(label, record, summaries[label]))
     screen.table(summaries)
     screen.lines(f"drawn: {file}" for file in pictures.draw(records))
     results.write(_results(trace, setup, limits, records, summaries, folders))
@@ -180,7 +185,11 @@ def _summaries(records: Mapping[str, RunRecord], slo: SloOptions) -> dict[str, S
 
 def _traffic(trace: Trace) -> str:
     found = trace.describe()
-    rate = "at one instant" if found.rate_per_s is None else f"at {found.rate_per_s:.4g}/s over {found.span_s:,.1f} s"
+    rate = (
+        "at one instant"
+        if found.rate_per_s is None
+        else f"at {found.rate_per_s:.4g}/s over {found.span_s:,.1f} s"
+    )
     assert found.prompt is not None
     assert found.output is not None
     return (
@@ -191,7 +200,8 @@ def _traffic(trace: Trace) -> str:
 
 def _limits(limits: Limits, run: RunOptions) -> str:
     shown = [
-        f"{name} {getattr(limits, name):,}" for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        f"{name} {getattr(limits, name):,}"
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
     ]
     if limits.max_num_queued_reqs is not None:
         shown.append(f"max_num_queued_reqs {limits.max_num_queued_reqs:,}")

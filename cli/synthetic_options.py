@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.values import real, whole
 
 if TYPE_CHECKING:
     from pagedserve.traces.lengths import LengthDist, TraceLengths
@@ -23,7 +24,7 @@ class SyntheticOptions:
     """Options that only a synthetic trace has; None: not given."""
 
     num_prompts: Annotated[
-        int | None, Option(metavar="N", help="Requests to make.", rich_help_panel=PANEL)
+        int | None, Option(parser=whole(1), metavar="N", help="Requests to make.", rich_help_panel=PANEL)
     ] = None
     input_len: Annotated[
         str | None, Option(metavar="DIST", help=f"Prompt lengths: {LENGTHS}.", rich_help_panel=PANEL)
@@ -42,6 +43,7 @@ class SyntheticOptions:
     burstiness: Annotated[
         float | None,
         Option(
+            parser=real(0, above=True, infinite=True),
             metavar="B",
             help="Shape of the gamma gaps between arrivals: 1 Poisson (the default), below 1 burstier.",
             rich_help_panel=PANEL,
@@ -64,7 +66,10 @@ class SyntheticOptions:
         ),
     ] = None
     seed: Annotated[
-        int | None, Option(metavar="N", help="Seed of the random numbers; default 0.", rich_help_panel=PANEL)
+        int | None,
+        Option(
+            parser=whole(0), metavar="N", help="Seed of the random numbers; default 0.", rich_help_panel=PANEL
+        ),
     ] = None
 
     def refuse_any(self, source: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from pagedserve.cli.errors import refuse
 from pagedserve.cli.synthetic_options import SyntheticOptions
+from pagedserve.cli.values import one_of, real, whole
 
 if TYPE_CHECKING:
     from pagedserve.traces.trace import Trace
@@ -19,21 +19,8 @@ if TYPE_CHECKING:
 PANEL = "Trace (applied in this order)"
 SAMPLE_PREFIX = "sample:"
 SYNTHETIC = "synthetic"
+SCALE = real(0, above=True)
 SOURCE_HELP = "A trace file, sample:NAME, or synthetic (then see the options for synthetic traces)."
-
-
-class OnErrorChoice(str, Enum):
-    """What a bad row of a trace file does."""
-
-    RAISE = "raise"
-    DROP = "drop"
-
-
-class OverLimit(str, Enum):
-    """What happens to a request over --max-prompt or --max-total."""
-
-    CLIP = "clip"
-    DROP = "drop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +35,10 @@ class TraceOptions:
         ),
     ] = None
     on_error: Annotated[
-        OnErrorChoice | None,
+        str | None,
         Option(
+            parser=one_of("raise", "drop"),
+            metavar="raise|drop",
             help="A bad row: stop there (raise, the default), or leave it out and count it (drop).",
             rich_help_panel=PANEL,
         ),
@@ -58,48 +47,66 @@ class TraceOptions:
         str | None,
         Option(
             metavar="A:B",
-            help="Keep arrivals from A to before B seconds and let the first arrive at 0; 60: keeps the rest.",
+            help="Keep arrivals from A to before B seconds, the first moved to 0; 60: has no end.",
             rich_help_panel=PANEL,
         ),
     ] = None
     first: Annotated[
-        int | None, Option(metavar="N", help="Keep the first N requests.", rich_help_panel=PANEL)
+        int | None,
+        Option(parser=whole(1), metavar="N", help="Keep the first N requests.", rich_help_panel=PANEL),
     ] = None
     ignore_block_ids: Annotated[
         bool, Option("--ignore-block-ids", help="Forget which prompts share blocks.", rich_help_panel=PANEL)
     ] = False
     length_scale: Annotated[
         float | None,
-        Option(metavar="S", help="Multiply prompt and output lengths by S.", rich_help_panel=PANEL),
+        Option(
+            parser=SCALE, metavar="S", help="Multiply prompt and output lengths by S.", rich_help_panel=PANEL
+        ),
     ] = None
     output_length_scale: Annotated[
         float | None,
         Option(
-            metavar="S", help="Multiply output lengths by S, whatever --length-scale.", rich_help_panel=PANEL
+            parser=SCALE,
+            metavar="S",
+            help="Multiply output lengths by S, whatever --length-scale.",
+            rich_help_panel=PANEL,
         ),
     ] = None
     max_prompt: Annotated[
-        int | None, Option(metavar="N", help="Bound prompts to N tokens.", rich_help_panel=PANEL)
+        int | None,
+        Option(parser=whole(1), metavar="N", help="Bound prompts to N tokens.", rich_help_panel=PANEL),
     ] = None
     max_total: Annotated[
-        int | None, Option(metavar="N", help="Bound prompt plus output to N tokens.", rich_help_panel=PANEL)
+        int | None,
+        Option(
+            parser=whole(2), metavar="N", help="Bound prompt plus output to N tokens.", rich_help_panel=PANEL
+        ),
     ] = None
     over_limit: Annotated[
-        OverLimit | None,
+        str | None,
         Option(
+            parser=one_of("clip", "drop"),
+            metavar="clip|drop",
             help="What exceeds --max-prompt or --max-total: clip it (the default) or drop it.",
             rich_help_panel=PANEL,
         ),
     ] = None
     time_scale: Annotated[
         float | None,
-        Option(metavar="S", help="Multiply arrival times by S; 2 halves the rate.", rich_help_panel=PANEL),
+        Option(
+            parser=SCALE,
+            metavar="S",
+            help="Multiply arrival times by S; 2 halves the rate.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
     rate: Annotated[
         float | None,
         Option(
             "--rate",
             "--request-rate",
+            parser=real(0, above=True, infinite=True),
             metavar="R",
             help="Scale arrival times to R requests/s on average; inf for a synthetic trace: all at once.",
             rich_help_panel=PANEL,
@@ -108,13 +115,9 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.time_scale is not None:
-            refuse(
-                f"--rate {self.rate:g} and --time-scale {self.time_scale:g} both set the clock; give one of them"
-            )
+            refuse(f"--rate {self.rate:g} and --time-scale {self.time_scale:g} both set the clock; give one")
         if self.over_limit is not None and self.max_prompt is None and self.max_total is None:
-            refuse(
-                f"--over-limit {self.over_limit.value} has no limit; give --max-prompt or --max-total as well"
-            )
+            refuse(f"--over-limit {self.over_limit} has no limit; give --max-prompt or --max-total as well")
 
     def load(self, source: str, synthetic: SyntheticOptions) -> Trace:
         """Read or make the trace and apply the options. Raises ValueError or OSError for what is wrong."""
@@ -127,7 +130,8 @@ class TraceOptions:
             trace, rate = self._read(source), self.rate
         trace = self._changed(trace, rate)
         if not len(trace):
-            refuse(f"no request is left of {source}: {'; '.join(trace.report.lines()[1:]) or 'it is empty'}")
+            lost = "; ".join(f"{each.count} {each.kind}: {each.reason}" for each in trace.report.tallies)
+            refuse(f"no request is left of {source} ({lost or 'it has no rows'}); choose other options")
         return trace
 
     def _read(self, source: str) -> Trace:
@@ -142,7 +146,7 @@ class TraceOptions:
         if not path.is_file():
             found = "a folder" if path.is_dir() else "nothing there"
             refuse(f"{source}: {found}; give a trace file, sample:NAME or synthetic")
-        on_error = (self.on_error or OnErrorChoice.RAISE).value
+        on_error: Any = self.on_error or "raise"
         return read_trace(path, self.format, on_error)
 
     def _changed(self, trace: Trace, rate: float | None) -> Trace:
@@ -158,7 +162,7 @@ class TraceOptions:
             factor = 1.0 if self.length_scale is None else self.length_scale
             trace = transforms.scale_lengths(trace, factor, output_factor=self.output_length_scale)
         if self.max_prompt is not None or self.max_total is not None:
-            mode = (self.over_limit or OverLimit.CLIP).value
+            mode: Any = self.over_limit or "clip"
             trace = transforms.clip_lengths(trace, self.max_prompt, self.max_total, mode)
         if self.time_scale is not None:
             trace = transforms.scale_time(trace, self.time_scale)

@@ -39,11 +39,13 @@ class EngineLoop:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.scheduler = scheduler
-        self.on_finished: Callable[[list[Finished]], None] = lambda finished: None
+        # Hooks, called in the thread of `step`, in the order of events.
+        self.on_commit: Callable[[list[Finished]], None] = lambda finished: None
+        self.on_abort: Callable[[int], None] = lambda request: None
         self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
         self._runner = runner
         self._recorder = recorder
-        self._clock = clock
+        self.clock = clock
         self._last_ns = -1
         self._adds: deque[tuple[Request, int]] = deque()
         self._aborts: deque[tuple[int, str]] = deque()
@@ -52,7 +54,7 @@ class EngineLoop:
 
     def now_ns(self) -> int:
         """The time of the next verb: later than any before."""
-        self._last_ns = max(self._clock(), self._last_ns + 1)
+        self._last_ns = max(self.clock(), self._last_ns + 1)
         return self._last_ns
 
     def add(self, request: Request, due_ns: int | None = None) -> None:
@@ -94,8 +96,10 @@ class EngineLoop:
         while self._aborts:
             request, reason = self._aborts.popleft()
             now_ns = self.now_ns()
-            self.scheduler.abort(request, now_ns)
+            alive = self.scheduler.abort(request, now_ns)
             self._recorder.aborted(request, now_ns, reason)
+            if alive:
+                self.on_abort(request)
         while self._adds:
             request, due_ns = self._adds.popleft()
             now_ns = self.now_ns()
@@ -119,4 +123,4 @@ class EngineLoop:
         assert plan.step is not None
         finished = self.scheduler.commit(plan.step, outcomes, now_ns)
         self._recorder.committed(plan.step, outcomes, finished, now_ns)
-        self.on_finished(finished)
+        self.on_commit(finished)

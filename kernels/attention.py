@@ -45,7 +45,7 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The heads of one model; ``sliding_window`` in tokens, None for full attention; ``scale`` 1/sqrt(head_dim)."""
+    """The heads of one model; ``sliding_window`` in tokens, None for full attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -59,21 +59,25 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
+        """What scores are multiplied by: 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
 
 class AttentionBackend(Protocol):
     """One way to compute attention. ``prepare`` runs once a step, ``attend`` once a layer with its result."""
 
-    name: str
-    spec: AttentionSpec
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> AttentionSpec: ...
 
     def prepare(self, batch: PagedBatch, cache: KVCache) -> Any:
-        """Work out what all layers share (indices, masks, launch sizes); the result is passed to ``attend``."""
+        """Work out what all layers share (indices, masks, launch sizes); its result goes to ``attend``."""
         ...
 
     def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] in ``query``'s dtype, for ``query`` of that shape (any strides).
+        """Return [T, num_heads, head_dim] in ``query``'s dtype, for ``query`` of that shape.
 
         ``layer`` is ``cache.layer(i)``: [num_blocks + 1, 2, num_kv_heads, block_size, head_dim].
         """

@@ -6,10 +6,10 @@ tiles first (one gather for keys and values, into memory that is reused and stay
 its own softmax maximum and sum; tiles are then merged in order of position (Milakov & Gimelshein 2018; the
 split is Flash-Decoding's, but by a fixed number of tokens).
 
-Since a tile's bounds depend on position only, and every product has the same inner sizes whatever the batch, a
-token's result does not depend on its neighbours or on how its prompt was cut: the same additions happen in the
-same order. (A BLAS that changes its summation with the number of rows could still break this; MKL does so
-below four rows in float32, which are therefore padded.)
+Since a tile's bounds depend on position only, and every product has the same inner sizes whatever the batch,
+a token's result does not depend on its neighbours or on how its prompt was cut: the same additions happen in
+the same order. (A BLAS that changes its summation with the number of rows could still break this; MKL does
+so below four rows in float32, which are therefore padded.)
 """
 
 import math
@@ -21,9 +21,7 @@ from pagedserve.kernels.attention_cpu_plan import (
     CpuPlan,
     DecodeGroup,
     Gather,
-    PrefillChunk,
     QueryTile,
-    TileGeometry,
     make_plan,
 )
 from pagedserve.kernels.kv_cache import KVCache
@@ -87,7 +85,7 @@ class CpuAttention:
                     scores.index_copy_(0, chunk.masked, part)
             partials.append(_weigh(scores, values))
         merged = _merge(_join(partials), group.level_sizes, group.sequence)
-        return merged[:, :, :size].to(values.dtype)
+        return merged[:, :, :size].to(layer.dtype)
 
     def _query_tile(
         self, grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: QueryTile
@@ -132,7 +130,7 @@ class CpuAttention:
         return scores
 
     def _gather(self, layer: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tiles out of the cache: keys and values, each [tiles, KVH, T, D]; valid until the next gather."""
+        """Copy tiles out of the cache: keys, values, each [tiles, KVH, T, D]; valid until the next gather."""
         _, _, heads, block_size, width = layer.shape
         size = len(gather.rows) * block_size * width
         copied = self._scratch[:size].view(len(gather.rows), block_size * width)
@@ -160,7 +158,7 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh(scores: torch.Tensor, values: torch.Tensor) -> _Partial:
-    """Turn the scores of each tile into its maximum, sum of exponentials and weighted values; spoils ``scores``."""
+    """Turn scores of tiles into maxima, sums of exponentials and weighted values; overwrites ``scores``."""
     peak = scores.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST)
     weights = scores.sub_(peak).exp_()
     return peak, weights.sum(dim=-1, keepdim=True), _matmul(weights.to(values.dtype), values).float()
@@ -174,7 +172,10 @@ def _join(partials: list[_Partial]) -> _Partial:
 
 
 def _merge(partial: _Partial, level_sizes: tuple[int, ...], sequence: torch.Tensor | None) -> torch.Tensor:
-    """Merge tiles, level by level, into [S, KVH, M, D]; ``sequence`` says whose each is, None if all are one's."""
+    """Merge tiles, level by level, into [S, KVH, M, D]; ``sequence`` says whose each is, None if all are one's.
+
+    Overwrites ``partial``.
+    """
     peaks, sums, outputs = partial
     num_sequences = level_sizes[0]
     if len(level_sizes) > 1:

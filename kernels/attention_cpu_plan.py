@@ -1,9 +1,9 @@
 """What the CPU attention backend works out once a step: which blocks make which tiles, and what to mask.
 
-A *tile* is a fixed number of consecutive positions of one sequence, aligned to position 0, whatever the batch.
-A decode group is cut into *levels*: level j holds the j-th tile of every sequence that has one, longest
-sequences first, so that each level's sequences are a prefix of the level before and sums over tiles are plain
-slices. numpy throughout: the arrays are small and Python ints are what the loops need.
+A *tile* is a fixed number of consecutive positions of one sequence, counted from position 0, whatever the
+batch. A decode group is cut into *levels*: level j holds the j-th tile of every sequence that has one,
+longest sequences first, so that each level's sequences are a prefix of the level before, and sums over tiles
+are plain slices.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Gather:
     rows: torch.Tensor
     """[2 * num_tiles * num_kv_heads * blocks] int64 rows of a layer seen as rows of one head's block."""
     unwritten: torch.Tensor | None
-    """Rows of the copy, seen as rows of head_dim numbers, that hold values no token wrote; None if there are none."""
+    """Rows of the copy, seen as rows of head_dim numbers, whose values no token wrote; None if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Query tokens ``start`` to ``stop`` of the batch against tiles ``first`` to ``last`` of their sequence's gather."""
+    """Query tokens ``start`` to ``stop`` of the batch, on tiles ``first`` to ``last`` of their gather."""
 
     start: int
     stop: int
@@ -192,7 +192,7 @@ def _first_seen(positions: np.ndarray, window: int | None) -> np.ndarray:
 def _gather(
     tables: np.ndarray, tiles: np.ndarray, lengths: np.ndarray, first_seen: np.ndarray, geometry: TileGeometry
 ) -> Gather:
-    """Index tile ``tiles[i]`` of the sequence with table ``tables[i]``; blocks nobody sees become the zero block."""
+    """Index tile ``tiles[i]`` of the table ``tables[i]``; blocks that nobody sees become the zero block."""
     heads, size = geometry.num_kv_heads, geometry.block_size
     index = tiles[:, None] * geometry.blocks + np.arange(geometry.blocks)
     blocks = np.take_along_axis(tables, np.minimum(index, tables.shape[1] - 1), axis=1)

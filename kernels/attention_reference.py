@@ -1,8 +1,9 @@
 """Naive attention over block tables: the oracle for every other backend.
 
-Every query token is computed alone, from the positions it may see and nothing else, with element-wise products
-and sums over one axis. So its result depends on its own position and data only, to the bit: not on the batch,
-on how its prompt was cut into chunks, or on which blocks it was given. float32 inside, whatever the dtype.
+Every query token is computed alone, from the positions it may see and nothing else, with element-wise
+products and sums over one axis. So its result depends on its own position and data only, to the bit: not on
+the batch, on how its prompt was cut into chunks, or on which blocks it was given. float32 inside, whatever
+the dtype.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class ReferenceAttention:
         return queries
 
     def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: list[_Query]) -> torch.Tensor:
-        """Return [T, num_heads, head_dim] for ``query`` of that shape; rows outside the plan stay undefined."""
+        """Return [T, num_heads, head_dim] for ``query`` of that shape."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for item in plan:
             out[item.token] = self._attend_one(query[item.token], layer, item.slots)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 FORMAT_VERSION = 1
 KINDS = ("simulated", "live")
-FINISH_REASONS = ("stop", "length", "abort", "timeout", "refused", "unfinished")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "refused", "error", "unfinished")
 CALL_KINDS = ("add", "abort", "schedule", "commit")
 
 I64, I32, TEXT, LIST = pa.int64(), pa.int32(), pa.string(), pa.list_(pa.int64())

@@ -49,7 +49,7 @@ def make_batch(
         if not chunk.token_ids or end > len(chunk.block_ids) * block_size:
             raise ValueError(
                 f"chunk {index}: {len(chunk.token_ids)} tokens from position {chunk.start} "
-                f"on {len(chunk.block_ids)} blocks of {block_size}; it needs at least one token, and a slot for each"
+                f"on {len(chunk.block_ids)} blocks of {block_size}; it needs a token, and a slot for each"
             )
         tokens.extend(chunk.token_ids)
         positions.extend(range(chunk.start, end))

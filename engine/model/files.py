@@ -14,7 +14,7 @@ _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model is: ``path`` is a directory for ``safetensors`` and a file for ``gguf``; ``name`` is as typed."""
+    """Where a model is: ``path`` is a directory (``safetensors``) or a file (``gguf``); ``name`` is as typed."""
 
     name: str
     kind: Literal["safetensors", "gguf"]
@@ -56,7 +56,8 @@ def _local(name: str, path: Path) -> ModelFiles:
             return ModelFiles(name, "gguf", path)
         if path.suffix in _PICKLED_SUFFIXES:
             raise WeightsError(
-                f"{path} is a pickled checkpoint; loading it can run code, so it is refused. Convert it to safetensors"
+                f"{path} is a pickled checkpoint; loading it can run code, so it is refused. "
+                "Convert it to safetensors"
             )
         raise ModelNotFound(
             f"{path} is neither a directory nor a .gguf file; give the directory that holds the model"
@@ -82,7 +83,7 @@ def _from_hub(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
-            f"no model {name!r} on disk, and the Hugging Face hub did not give it ({type(error).__name__}: {reason}). "
-            "Without a connection: give a directory, a .gguf file, or an alias "
-            f"({', '.join(PACKAGED_MODELS)}), or download the repository where there is one"
+            f"no model {name!r} on disk, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}: {reason}). Without a connection, give a directory, a .gguf file "
+            f"or an alias ({', '.join(PACKAGED_MODELS)})"
         ) from error

@@ -1,7 +1,7 @@
 """Reading a GGUF file: its configuration and its tensors, dequantised, under Hugging Face names.
 
-The format is llama.cpp's; its Python package parses the file and dequantises a block of any of its types. What is
-ours is the mapping of names and metadata, and undoing the row order in which ``llama`` files keep query and key
+The format is llama.cpp's; its Python package parses the file and dequantises blocks of its types. Ours is
+the mapping of names and metadata, and undoing the row order in which ``llama`` files keep query and key
 projections (pairs to rotate lie next to each other there, half a head apart here).
 """
 
@@ -87,7 +87,7 @@ class GgufSource:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise WeightsError(
-                f"{self.path.name}: tensor {name} is stored as {tensor.tensor_type.name}, which the gguf package "
+                f"{self.path.name}: {name} is stored as {tensor.tensor_type.name}, which the gguf package "
                 "cannot dequantise; use another quantisation (Q4_0 to Q8_0, K-quants, F16, BF16, F32)"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32))
@@ -151,7 +151,7 @@ class GgufSource:
 
 
 def _hf_name(name: str) -> str:
-    """Translate a GGUF tensor name; one that has no counterpart stays as it is, and is reported as unexpected."""
+    """Translate a GGUF tensor name; one without a counterpart stays, and is then reported as unexpected."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

@@ -1,4 +1,4 @@
-"""From a name to a model that runs: find the files, read the configuration, check memory, read the weights."""
+"""From a name to a model that runs: find the files, read the configuration, check memory, read weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a model by directory, GGUF file, alias or hub repository.
 
-    ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases; ``progress`` shows
-    a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong, before memory is filled.
+    ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases;
+    ``progress`` shows a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong, before
+    memory is filled.
     """
     files = resolve_model(name_or_path, home=home, progress=progress)
     config, source = open_weights(files)

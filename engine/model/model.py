@@ -36,7 +36,7 @@ class Layer:
 
 
 class Model:
-    """A model on one device, ready to run. Not thread-safe: the CPU attention backend keeps a scratch buffer."""
+    """A model on one device, ready to run. One thread at a time: the CPU attention keeps a scratch buffer."""
 
     __slots__ = (
         "attention",
@@ -64,7 +64,8 @@ class Model:
         """Read the weights from ``source``, tensor by tensor, converting to ``dtype``.
 
         ``max_model_len`` bounds positions (default: the config's ``max_position_embeddings``). Raises
-        ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown backend.
+        ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown
+        backend.
         """
         check_tensors(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -151,5 +152,5 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [R, vocab_size] for the rows [R, hidden_size] of ``forward`` that are sampled."""
+        """Return float32 logits [R, vocab_size] for the rows [R, hidden_size] of ``forward`` to sample."""
         return self.head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()

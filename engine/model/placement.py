@@ -33,20 +33,20 @@ def choose_dtype(requested: str | torch.dtype = "auto", device: torch.device | s
         return DtypeChoice(_DTYPES[requested], "as requested")
     if requested != "auto":
         raise ValueError(f"unknown dtype {requested!r}; there are: auto, {', '.join(_DTYPES)}")
-    device = torch.device(device)
-    if device.type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:
             return DtypeChoice(torch.bfloat16, f"GPU of compute capability {major}.{minor} has bfloat16")
         return DtypeChoice(
             torch.float32, f"GPU of compute capability {major}.{minor} lacks bfloat16 (8.0 has it)"
         )
-    if device.type == "cpu":
+    if kind == "cpu":
         flag = cpu_bfloat16_flag()
         if flag is not None:
             return DtypeChoice(torch.bfloat16, f"CPU has bfloat16 products in hardware ({flag})")
         return DtypeChoice(torch.float32, "CPU has no bfloat16 products in hardware")
-    return DtypeChoice(torch.float32, f"nothing is known about bfloat16 on device type {device.type!r}")
+    return DtypeChoice(torch.float32, f"nothing is known about bfloat16 on device type {kind!r}")
 
 
 def cpu_bfloat16_flag() -> str | None:
@@ -68,10 +68,10 @@ def available_bytes(device: torch.device | str) -> int | None:
 
     On a CPU: what the kernel calls available, and no more than is left under the control group's limit.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
+    if kind != "cpu":
         return None
     candidates = [value for value in (_meminfo_available(), _cgroup_left()) if value is not None]
     return min(candidates) if candidates else None
@@ -90,7 +90,7 @@ def check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device |
     needed, available = weight_bytes(config, dtype, device), available_bytes(device)
     if available is not None and needed > available:
         raise NotEnoughMemory(
-            f"the weights need {needed:,} bytes ({needed / _GIB:.2f} GiB) in {str(dtype).removeprefix('torch.')}, "
+            f"the weights need {needed:,} bytes ({needed / _GIB:.2f} GiB, {str(dtype).removeprefix('torch.')}); "
             f"{available:,} bytes ({available / _GIB:.2f} GiB) are available on {device}; "
             "use a smaller model, a narrower dtype, or free memory"
         )

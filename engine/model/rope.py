@@ -33,7 +33,7 @@ class RopeScaling:
 
 
 def parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Read rope theta and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+    """Read theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta``, ``rope_scaling``.
 
     Raises ``UnsupportedModel`` naming a rope type other than default, linear and llama3.
     """
@@ -51,7 +51,7 @@ def parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModel(
-            f"unsupported partial_rotary_factor {parameters['partial_rotary_factor']}: only 1.0 (the whole head) is"
+            f"unsupported partial_rotary_factor {parameters['partial_rotary_factor']}: only 1.0 is"
         )
     if kind == "default":
         return theta, None
@@ -73,7 +73,7 @@ def parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Return the [head_dim / 2] float32 angles per position, in the operations of transformers (same bits)."""
+    """Return [head_dim / 2] float32 angles per position, by the operations of transformers (same bits)."""
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if scaling is None:
         return frequencies
@@ -121,7 +121,7 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``heads`` [T, heads, head_dim] by ``cos`` and ``sin`` [T, 1, head_dim / 2]; a new tensor, same dtype."""
+    """Rotate ``heads`` [T, heads, head_dim] by ``cos`` and ``sin`` [T, 1, head_dim / 2] into a new tensor."""
     source = heads.float()
     first, second = source.chunk(2, dim=-1)
     rotated = torch.empty(source.shape, dtype=torch.float32, device=heads.device)

@@ -1,7 +1,7 @@
 """The tokenizer of a model, and the ids that end its output.
 
-Hugging Face's tokenizer does the encoding. Building one from a GGUF file takes seconds (about 3.5 s for 49,152
-tokens, against 0.1 s for a saved one), so the result is kept in a folder beside the file.
+Hugging Face's tokenizer does the encoding. Building one from a GGUF file takes seconds (about 3.5 s for
+49,152 tokens, against 0.1 s for a saved one), so the result is kept in a folder beside the file.
 """
 
 import json
@@ -77,7 +77,7 @@ def _is_current(folder: Path, gguf: Path) -> bool:
 
 
 def _convert(gguf: Path, folder: Path) -> "PreTrainedTokenizerBase":
-    """Build the tokenizer from the GGUF file and keep it; a read-only place only costs the next start its time."""
+    """Build the tokenizer from the GGUF file and keep it; in a read-only place the next start builds it again."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)

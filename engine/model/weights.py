@@ -83,10 +83,10 @@ def check_tensors(config: ModelConfig, source: TensorSource) -> None:
 
 
 class SafetensorsSource:
-    """A directory with ``model.safetensors``, or with shards and their index. Tensors are read when asked for.
+    """A directory with safetensors files, or with shards and their index. Tensors are read when asked for.
 
-    Raises ``WeightsError`` naming a shard that is missing, truncated or lacks a tensor that the index promises,
-    and for a directory with only pickled weights.
+    Raises ``WeightsError`` naming a shard that is missing, truncated or lacks a tensor that the index
+    promises, and for a directory with only pickled weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,7 +134,8 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise WeightsError(
-                f"missing shard {', '.join(missing)} ({len(missing)} of {len(shards)}) in {folder}; download it again"
+                f"missing shard {', '.join(missing)} ({len(missing)} of {len(shards)}) in {folder}; "
+                "download it again"
             )
         return [folder / shard for shard in shards], promised
     files = sorted(folder.glob("*.safetensors"))
@@ -148,8 +149,8 @@ def _no_weights(folder: Path) -> str:
     if not pickled:
         return f"{folder} has no *.safetensors file"
     return (
-        f"{folder} has pickled weights only ({', '.join(pickled[:3])}); loading them can run code, so they are "
-        "refused. Convert them to safetensors (save_pretrained of a recent transformers writes that)"
+        f"{folder} has pickled weights only ({', '.join(pickled[:3])}); loading them can run code, so they "
+        "are refused. Convert them to safetensors (save_pretrained of a recent transformers writes that)"
     )
 
 

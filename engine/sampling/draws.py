@@ -51,7 +51,7 @@ class RandomRows:
         )
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Fixed-point weights of the rows' logits, all or some of them [R, N], under temperature and min_p."""
+        """Fixed-point weights of the rows' logits [R, N], all or some of them, by temperature and min_p."""
         weights = fixed_point_weights(logits, self.peaks, self.temperature)
         if self.min_weight is not None:
             weights.mul_(weights >= self.min_weight.unsqueeze(-1))

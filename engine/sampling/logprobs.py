@@ -78,7 +78,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobB
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Values and ids [N, count] of each row's largest logits, float32 [N, V]; of equals the lower ids first.
 
-    `torch.topk` leaves the order of equals open, and bfloat16 logits are full of them, so it is given integers
+    `torch.topk` leaves the order of equals open, and bfloat16 logits are full of them, so it gets integers
     that differ: the logit's bits, mapped to sort like the number, above the complement of the id.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0 in bits too

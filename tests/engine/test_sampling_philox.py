@@ -58,10 +58,10 @@ def textbook_philox(counter, key):
 def test_known_answers_on_every_kind_of_integer(counter, key, output):
     assert philox4x32(counter, key) == output
     assert textbook_philox(counter, key) == output
-    MARK
-        c0, c1, c2, c3 = map(make, counter)
-        k0, k1 = map(make, key)
-        assert tuple(int(word[0]) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == output
+    c0, c1, c2, c3, k0, k1 = (np.array([word], dtype=np.int64) for word in (*counter, *key))
+    assert tuple(int(word[0]) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == output
+    t0, t1, t2, t3, q0, q1 = (torch.tensor([word]) for word in (*counter, *key))
+    assert tuple(int(word[0]) for word in philox4x32((t0, t1, t2, t3), (q0, q1))) == output
 
 
 @settings(deadline=None)

@@ -1,0 +1,183 @@
+"""`LLM`: a model in a variable, for scripts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedserve.engine.detokenize import TokenPieces
+from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.model.load import LoadedModel, load_model
+from pagedserve.engine.model.placement import available_bytes
+from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
+from pagedserve.engine.outputs import Completion
+from pagedserve.engine.params import SamplingParams
+from pagedserve.metrics.record import RunRecord
+from pagedserve.policy import Limits, Policy
+from pagedserve.policy import policy as policy_preset
+
+KV_SHARE_OF_MEMORY = 0.3
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class LLM:
+    """Loads a model and generates with any policy.
+
+    ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
+    ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None takes
+    what all sequences could use, at most a third of the memory that is free. ``decisions`` says in words what
+    was chosen for you.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        policy: str | Policy = "vllm_v1",
+        dtype: str = "auto",
+        device: str = "cpu",
+        attention: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_queued_reqs: int | None = None,
+        overlap_depth: int = 0,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> None:
+        spec = policy if isinstance(policy, Policy) else policy_preset(policy)
+        loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(
+                model,
+                dtype=dtype,
+                device=device,
+                attention=attention,
+                max_model_len=max_model_len,
+                progress=progress,
+            )
+        )
+        self.model = loaded.model
+        self.tokenizer = load_tokenizer(loaded.files)
+        if max_model_len is None:
+            max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
+        if max_model_len > self.model.max_model_len:
+            raise ValueError(
+                f"max_model_len is {max_model_len}; the model has {self.model.max_model_len} positions: lower it"
+            )
+        if num_blocks is None:
+            num_blocks = default_num_blocks(loaded, max_model_len, max_num_seqs, block_size)
+        limits = Limits(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_queued_reqs=max_num_queued_reqs,
+        )
+        self.engine = Engine(
+            self.model,
+            vocabulary_of(loaded, self.tokenizer),
+            spec,
+            limits,
+            overlap_depth=overlap_depth,
+            seed=seed,
+        )
+        kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
+        self.decisions = (
+            f"{str(self.model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
+            f"attention {self.model.attention.name} on {self.model.device}",
+            f"{num_blocks} KV blocks of {block_size} tokens, {kv_mib:.0f} MiB",
+            f"max_model_len {max_model_len}",
+        )
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[list[Completion]]:
+        """Generate for all prompts; for each prompt its ``n`` completions, in the order given.
+
+        A prompt is text or token ids. One ``params`` serves all prompts, or give one for each.
+        """
+        many = as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params)
+        if len(each) != len(many):
+            raise ValueError(
+                f"{len(each)} sampling params for {len(many)} prompts; give one, or one for each"
+            )
+        groups = [self.engine.submit(prompt, own) for prompt, own in zip(many, each, strict=True)]
+        self._run(sum(len(group) for group in groups), progress)
+        return [[state.completion() for state in group] for group in groups]
+
+    def _run(self, num_requests: int, progress: bool) -> None:
+        if not progress:
+            while self.engine.has_work:
+                self.engine.step()
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, transient=True) as bar:
+            task = bar.add_task("generating", total=num_requests)
+            while self.engine.has_work:
+                self.engine.step()
+                bar.update(task, completed=num_requests - self.engine.num_live)
+
+    def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
+        """The record of everything generated so far."""
+        return self.engine.record(trace)
+
+    def close(self) -> None:
+        """Stop the device thread, if there is one."""
+        self.engine.close()
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """One prompt or many, each text or ids, as a list of prompts. ValueError names what is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    for index, item in enumerate(items):
+        if not isinstance(item, str) and not all(isinstance(token, int) for token in item):
+            raise ValueError(f"prompts[{index}] is neither text nor a list of token ids: {item!r}")
+    return [item if isinstance(item, str) else list(item) for item in items]
+
+
+def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:
+    """The vocabulary of a loaded model: the tokenizer's ids, and no padded rows of the model."""
+    return Vocabulary(
+        size=min(loaded.model.config.vocab_size, len(tokenizer)),
+        eos_token_ids=eos_token_ids(loaded.files, tokenizer),
+        pieces=TokenPieces.of(tokenizer),
+        encode=lambda text: tokenizer.encode(text),
+    )
+
+
+def default_num_blocks(loaded: LoadedModel, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+    """Blocks for ``max_num_seqs`` sequences of full length, at most a third of the free memory."""
+    wanted = max_num_seqs * -(-max_model_len // block_size)
+    model = loaded.model
+    free = available_bytes(model.device)
+    if free is None:
+        return wanted
+    block_bytes = (
+        model.config.kv_bytes_per_token(torch.empty(0, dtype=model.dtype).element_size()) * block_size
+    )
+    fits = int(free * KV_SHARE_OF_MEMORY) // block_bytes
+    if fits < 1:
+        raise ValueError(f"{free:,} bytes are free and one KV block takes {block_bytes:,}: free some memory")
+    return min(wanted, fits)

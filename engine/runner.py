@@ -1,0 +1,172 @@
+"""The model runner: owns the device, executes plans, samples, and says who stopped."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagedserve.engine.keys import PrefixKeys
+from pagedserve.engine.model.batch import ForwardBatch
+from pagedserve.engine.model.model import Model
+from pagedserve.engine.sampling.logprobs import PositionLogprobs
+from pagedserve.engine.sampling.rows import SamplingBatch, SamplingRows
+from pagedserve.engine.sampling.sampler import SampledTokens, sample
+from pagedserve.engine.sequences import SequenceState, SequenceTable
+from pagedserve.policy import Limits, Outcome, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A token of one request: the text it completes, and why the request stops with it, if it does.
+
+    ``error`` is set instead of a token when no token could be chosen; only this request ends.
+    """
+
+    request: int
+    token_id: int | None
+    text: str
+    stop_reason: str | None
+    stop: str | int | None = None
+    logprobs: PositionLogprobs | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class LaunchedState:
+    """A step from launch to wait: ``run`` computes it, in the worker thread when steps overlap."""
+
+    plan: StepPlan
+    sampled: tuple[int, ...]
+    run: Callable[[], SampledTokens | None]
+    future: Future[SampledTokens | None] | None = None
+
+
+class ModelRunner:
+    """Executes plans on one device, in order.
+
+    ``launch`` follows the plan's changes and lays out its inputs; the step itself is computed in ``wait``, or
+    in a thread of its own when steps overlap, so that the next one can be scheduled meanwhile. ``wait`` also
+    decides stops: by token id, by string, or scripted. ``events`` has the tokens of the step waited for.
+    """
+
+    def __init__(
+        self, model: Model, limits: Limits, vocab_size: int, overlaps: bool, caches_prefixes: bool
+    ) -> None:
+        self.model = model
+        self.kv = model.make_cache(limits.num_blocks, limits.block_size)
+        self.table = SequenceTable(
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device(model.device)
+        )
+        self.rows = SamplingRows(vocab_size, model.device)
+        self.keys = PrefixKeys(limits.block_size) if caches_prefixes else None
+        self.events: list[TokenEvent] = []
+        self._newcomers: dict[int, SequenceState] = {}
+        self._launched: deque[LaunchedState] = deque()
+        self._thread = ThreadPoolExecutor(1, "pagedserve-device") if overlaps else None
+
+    def expect(self, sequence: SequenceState) -> None:
+        """Take what the scheduler does not know of a request, before it is added there."""
+        self._newcomers[sequence.request.id] = sequence
+
+    def forget(self, request: int) -> None:
+        """A request was refused or ended before any step; others go as plans name them departed."""
+        self._newcomers.pop(request, None)
+
+    def close(self) -> None:
+        """Stop the device thread; call when no step is in flight."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step; see `pagedserve.engine.loop.Runner.launch`."""
+        for request in self.table.apply(plan, self._newcomers):
+            self.rows.remove(request)
+        for request in plan.new_requests:
+            sequence = self._newcomers.pop(request.id)
+            self.rows.add(
+                request.id,
+                sequence.params,
+                seed=sequence.seed,
+                num_prompt_tokens=request.num_prompt_tokens,
+                sample_index=sequence.sample_index,
+                suppressed_ids=sequence.stops.suppressed_ids,
+            )
+        batch = self.table.batch(plan)
+        lengths = [chunk.num_tokens for chunk in plan.chunks] + [1] * len(plan.decodes)
+        chunk_samples = [chunk.samples for chunk in plan.chunks]
+        keep = np.flatnonzero(np.array(chunk_samples + [True] * len(plan.decodes)))
+        last_rows = torch.from_numpy((np.cumsum(lengths) - 1)[keep])
+        sampled = (*(chunk.request for chunk in plan.chunks if chunk.samples), *plan.decodes)
+        choice = self.rows.select(sampled, self._positions(sampled)) if sampled else None
+        step = LaunchedState(plan, sampled, lambda: self._compute(batch, last_rows, choice))
+        if self._thread is not None:
+            step.future = self._thread.submit(step.run)
+        self._launched.append(step)
+
+    def wait(self) -> Sequence[Outcome]:
+        """Finish the oldest launched step; see `pagedserve.engine.loop.Runner.wait`."""
+        step = self._launched.popleft()
+        result = step.run() if step.future is None else step.future.result()
+        self.events = [] if result is None else self._take(step.sampled, result)
+        stops = {event.request: event.stop_reason for event in self.events if event.stop_reason is not None}
+        keys = self._filled_keys(step.plan)
+        sampled = set(step.sampled) if keys else stops
+        return [
+            Outcome(request, int(request in sampled), stops.get(request), keys.get(request, ()))
+            for request in {**stops, **keys}
+        ]
+
+    def _positions(self, sampled: tuple[int, ...]) -> list[int]:
+        """For every row the index of the token to be chosen: the number of tokens before it."""
+        return [len(self.table.sequences[request].token_ids) for request in sampled]
+
+    def _compute(
+        self, batch: ForwardBatch, last_rows: torch.Tensor, choice: SamplingBatch | None
+    ) -> SampledTokens | None:
+        hidden = self.model.forward(batch, self.kv)
+        if choice is None:
+            return None
+        with torch.inference_mode():
+            return sample(self.model.logits(hidden[last_rows.to(hidden.device)]), choice)
+
+    def _take(self, sampled: tuple[int, ...], result: SampledTokens) -> list[TokenEvent]:
+        tokens, errors, logprobs = result.tokens.tolist(), result.errors(), result.logprobs()
+        events = []
+        for request, token_id in zip(sampled, tokens, strict=True):
+            sequence = self.table.sequences[request]
+            if sequence.ended:
+                continue
+            if request in errors:
+                sequence.ended = True
+                self.table.append_token(sequence, 0)
+                events.append(TokenEvent(request, None, "", "error", error=errors[request]))
+                continue
+            self.table.append_token(sequence, token_id)
+            events.append(self._event(sequence, token_id, logprobs.get(request)))
+        return events
+
+    @staticmethod
+    def _event(sequence: SequenceState, token_id: int, logprobs: PositionLogprobs | None) -> TokenEvent:
+        count = sequence.num_output_tokens
+        by_id = sequence.stops.ends_at(token_id, count)
+        delta = sequence.text.push(token_id, is_stop_token=by_id)
+        scripted = sequence.stop_after is not None and count >= sequence.stop_after
+        stop = delta.stop if delta.stop is not None else token_id if by_id else None
+        ended = by_id or scripted or delta.stop is not None
+        sequence.ended = ended
+        return TokenEvent(
+            sequence.request.id, token_id, delta.text, "stop" if ended else None, stop, logprobs
+        )
+
+    def _filled_keys(self, plan: StepPlan) -> dict[int, tuple[bytes, ...]]:
+        """Keys of the blocks that the step filled and the scheduler has none for."""
+        keys: dict[int, tuple[bytes, ...]] = {}
+        for request, index in plan.filled:
+            sequence = self.table.sequences[request]
+            assert self.keys is not None
+            self.keys.extend(sequence.block_keys, sequence.key_root, sequence.token_ids, index + 1)
+            keys[request] = (*keys.get(request, ()), sequence.block_keys[index])
+        return keys
