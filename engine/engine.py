@@ -137,8 +137,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request is handed in or alive, or a step in flight."""
         return self.loop.has_work
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step would do something now."""
+        return self.loop.is_ready
 
     @property
     def num_live(self) -> int:

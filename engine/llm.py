@@ -16,7 +16,7 @@ from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
 from pagedserve.engine.outputs import Completion
 from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
-from pagedserve.policy import Limits, Policy
+from pagedserve.policy import IllegalPlan, Limits, Policy
 from pagedserve.policy import policy as policy_preset
 
 KV_SHARE_OF_MEMORY = 0.3
@@ -124,7 +124,7 @@ class LLM:
     def _run(self, num_requests: int, progress: bool) -> None:
         if not progress:
             while self.engine.has_work:
-                self.engine.step()
+                self._step()
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -132,8 +132,15 @@ class LLM:
         with Progress(*columns, transient=True) as bar:
             task = bar.add_task("generating", total=num_requests)
             while self.engine.has_work:
-                self.engine.step()
+                self._step()
                 bar.update(task, completed=num_requests - self.engine.num_live)
+
+    def _step(self) -> None:
+        if not self.engine.step() and self.engine.has_work:
+            raise IllegalPlan(
+                f"the policy schedules nothing while {self.engine.num_live} requests wait and nothing runs: "
+                "they would wait for ever"
+            )
 
     def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
         """The record of everything generated so far."""

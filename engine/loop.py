@@ -70,6 +70,12 @@ class EngineLoop:
         """Whether a step could do anything: intake, live requests or a step in flight."""
         return bool(self._adds or self._aborts or self._in_flight or self.scheduler.has_work)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step would do something now, rather than find that nothing can be scheduled."""
+        waits = self.scheduler.has_work and not self._blocked
+        return bool(self._adds or self._aborts or self._in_flight or waits)
+
     def step(self) -> bool:
         """One turn; False when nothing can be done until something is handed in: the caller may sleep."""
         if self._take_intake():

@@ -172,7 +172,7 @@ def _join(partials: list[_Partial]) -> _Partial:
 
 
 def _merge(partial: _Partial, level_sizes: tuple[int, ...], sequence: torch.Tensor | None) -> torch.Tensor:
-    """Merge tiles, level by level, into [S, KVH, M, D]; ``sequence`` says whose each is, None if all are one's.
+    """Merge tiles, level by level, into [S, KVH, M, D]; ``sequence`` says whose each is (None: all one's).
 
     Overwrites ``partial``.
     """

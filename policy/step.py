@@ -162,6 +162,27 @@ class Step:
         self._append_blocks(state, end)
         return self._assign(state, end - start)
 
+    def preempt(self, victim: RequestState) -> None:
+        """Take back what the step gave a running request, then its blocks; it goes to the queue's front."""
+        if victim.id not in self._scheduler.running or victim.id in self._scheduler.draining:
+            raise IllegalPlan(f"{self._rule} preempted request {victim.id}, which is {victim.status.value}")
+        chunk = self.chunks.pop(victim.id, None)
+        if chunk is not None:
+            self._book(victim, chunk, -1)
+        self.num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
+        self.num_seats += 1
+        self.new_blocks.pop(victim.id, None)
+        if self.new_requests.pop(victim.id, None) is not None:
+            victim.first_schedule_ns = None
+            self.num_prefix_hit_tokens -= victim.num_prefix_hit_tokens
+        self._scheduler.unseat(victim)
+        victim.move(Status.PREEMPTED)
+        victim.num_preemptions += 1
+        victim.high_water = max(victim.high_water, victim.base_computed)
+        victim.base_computed = 0
+        self.preempted.append(victim.id)
+        self._scheduler.waiting.push(victim, self.now_ns, resumes=True)
+
     # How it is done.
 
     def _spend(self, num_tokens: int) -> None:
@@ -217,7 +238,7 @@ class Step:
                 return None
             victim = scheduler.choose_victim(state, self.now_ns)
             if victim is not None:
-                self._preempt(victim)
+                self.preempt(victim)
             if victim is None or victim is state:
                 return None
         return self._append_blocks(state, num_tokens)
@@ -228,22 +249,3 @@ class Step:
         if blocks:
             self.new_blocks[state.id] = self.new_blocks.get(state.id, ()) + blocks
         return blocks
-
-    def _preempt(self, victim: RequestState) -> None:
-        """Take back what the step gave the victim, then its blocks; it goes to the front of the queue."""
-        chunk = self.chunks.pop(victim.id, None)
-        if chunk is not None:
-            self._book(victim, chunk, -1)
-        self.num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
-        self.num_seats += 1
-        self.new_blocks.pop(victim.id, None)
-        if self.new_requests.pop(victim.id, None) is not None:
-            victim.first_schedule_ns = None
-            self.num_prefix_hit_tokens -= victim.num_prefix_hit_tokens
-        self._scheduler.unseat(victim)
-        victim.move(Status.PREEMPTED)
-        victim.num_preemptions += 1
-        victim.high_water = max(victim.high_water, victim.base_computed)
-        victim.base_computed = 0
-        self.preempted.append(victim.id)
-        self._scheduler.waiting.push(victim, self.now_ns, resumes=True)

@@ -14,7 +14,7 @@ _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model is: ``path`` is a directory (``safetensors``) or a file (``gguf``); ``name`` is as typed."""
+    """Where a model is: ``path`` is a directory (safetensors) or a file (gguf); ``name`` is as typed."""
 
     name: str
     kind: Literal["safetensors", "gguf"]

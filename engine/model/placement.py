@@ -88,9 +88,10 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device |
 def check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
     """Raise ``NotEnoughMemory`` with both numbers when the weights exceed what ``device`` has available."""
     needed, available = weight_bytes(config, dtype, device), available_bytes(device)
+    name = str(dtype).removeprefix("torch.")
     if available is not None and needed > available:
         raise NotEnoughMemory(
-            f"the weights need {needed:,} bytes ({needed / _GIB:.2f} GiB, {str(dtype).removeprefix('torch.')}); "
+            f"the weights need {needed:,} bytes ({needed / _GIB:.2f} GiB) in {name}; "
             f"{available:,} bytes ({available / _GIB:.2f} GiB) are available on {device}; "
             "use a smaller model, a narrower dtype, or free memory"
         )

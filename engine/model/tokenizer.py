@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of ``files``; remote code is never run. Raises ``ModelNotFound`` if there is none."""
+    """Load the tokenizer of ``files``, never running remote code. Raises ``ModelNotFound`` without one."""
     if files.kind == "gguf":
         cached = _cached_folder(files.path)
         if not _is_current(cached, files.path):
@@ -77,7 +77,7 @@ def _is_current(folder: Path, gguf: Path) -> bool:
 
 
 def _convert(gguf: Path, folder: Path) -> "PreTrainedTokenizerBase":
-    """Build the tokenizer from the GGUF file and keep it; in a read-only place the next start builds it again."""
+    """Build the tokenizer from the GGUF file and keep it, where the folder can be written."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
