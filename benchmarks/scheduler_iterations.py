@@ -58,7 +58,9 @@ class Load:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--running", type=int, default=128, help="requests running at once (default 128)")
     parser.add_argument("--iterations", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions of each case")
@@ -78,7 +80,9 @@ def main() -> None:
             rows = load.iterate(options.iterations)
             rate = options.iterations / (time.process_time() - start)
             best[name] = max(best[name], rate)
-            print(f"{name}: {rate:,.0f} iterations/s of CPU time, {rows / options.iterations:.1f} decodes each")
+            print(
+                f"{name}: {rate:,.0f} iterations/s of CPU time, {rows / options.iterations:.1f} decodes each"
+            )
     print("\nbest: " + "; ".join(f"{name}: {rate:,.0f}" for name, rate in best.items()))
     if options.profile:
         profile = cProfile.Profile()

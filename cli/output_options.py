@@ -70,38 +70,25 @@ class ResultOptions:
             fresh.write_text(text, encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class PictureOptions:
-    """Pictures of runs."""
+def refuse_unless_drawable(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder into which the pictures cannot be drawn; it need not exist yet."""
+    if folder.exists() and not folder.is_dir():
+        refuse(f"{folder}: a file has this name; give a folder for the pictures")
+    for name in PICTURES:
+        refuse_unless_writable(folder / name, overwrite, makes_folders=True)
 
-    plots: Annotated[
-        Path | None,
-        Option(metavar="DIR", help=f"Draw {', '.join(PICTURES)} into this folder.", rich_help_panel=PANEL),
-    ] = None
 
-    def check(self, overwrite: bool) -> None:
-        """Refuse a folder whose pictures cannot be written."""
-        if self.plots is None:
-            return
-        if self.plots.exists() and not self.plots.is_dir():
-            refuse(f"{self.plots}: a file has this name; give --plots a folder")
-        for name in PICTURES:
-            refuse_unless_writable(self.plots / name, overwrite, makes_folders=True)
+def draw(records: Mapping[str, RunRecord], folder: Path) -> list[Path]:
+    """The pictures of the runs, drawn into a folder; returns the files."""
+    from pagedserve.metrics import plots
 
-    def draw(self, records: Mapping[str, RunRecord]) -> list[Path]:
-        """The pictures of the runs; returns the files."""
-        if self.plots is None:
-            return []
-        from pagedserve.metrics import plots
-
-        files = [self.plots / name for name in PICTURES]
-        with as_bad_input():
-            self.plots.mkdir(parents=True, exist_ok=True)
-        for file, function in zip(files, PICTURES.values(), strict=True):
-            figure = getattr(plots, function)(records)
-            with as_bad_input(), replacing(file) as fresh:
-                figure.savefig(fresh)
-        return files
+    with as_bad_input():
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, function in PICTURES.items():
+        figure = getattr(plots, function)(records)
+        with as_bad_input(), replacing(folder / name) as fresh:
+            figure.savefig(fresh)
+    return [folder / name for name in PICTURES]
 
 
 def refuse_unless_writable(path: Path, overwrite: bool, *, makes_folders: bool = False) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Option
 
 from pagedserve.cli.errors import as_bad_input, refuse
-from pagedserve.cli.output_options import PictureOptions, ResultOptions
+from pagedserve.cli.output_options import PANEL, PICTURES, ResultOptions, draw, refuse_unless_drawable
 from pagedserve.cli.run_options import SloOptions
 from pagedserve.cli.screen import Screen, endings, refusals
 
@@ -33,15 +33,19 @@ COMPARED = ("kind", "trace", "limits", "cost", "device", "overlap_depth")
 def report(
     folders: Annotated[list[Path], Argument(metavar="DIR...", help="Records, or folders of records.")],
     slo: SloOptions,
-    pictures: PictureOptions,
     results: ResultOptions,
+    plots: Annotated[
+        Path | None,
+        Option(metavar="DIR", help=f"Draw {', '.join(PICTURES)} into this folder.", rich_help_panel=PANEL),
+    ] = None,
 ) -> None:
     """The command; see ``HELP``."""
     from pagedserve.metrics.record import RunRecord
     from pagedserve.metrics.summary import Slo, summarize
 
-    results.check(writes_more=pictures.plots is not None)
-    pictures.check(results.overwrite)
+    results.check(writes_more=plots is not None)
+    if plots is not None:
+        refuse_unless_drawable(plots, results.overwrite)
     bounds = slo.bounds()
     goal = Slo(**bounds) if bounds else None
     with as_bad_input():
@@ -54,7 +58,8 @@ def report(
         screen.lines(endings(label, record, summaries[label]))
     screen.lines(_differences(records))
     screen.table(summaries)
-    screen.lines(f"drawn: {file}" for file in pictures.draw(records))
+    if plots is not None:
+        screen.lines(f"drawn: {file}" for file in draw(records, plots))
     runs = {
         label: {
             "metrics": summaries[label].as_dict(),

@@ -14,8 +14,10 @@ from pagedserve.cli.device_options import DeviceOptions, Setup
 from pagedserve.cli.errors import as_bad_input, refuse
 from pagedserve.cli.output_options import (
     PANEL,
-    PictureOptions,
+    PICTURES,
     ResultOptions,
+    draw,
+    refuse_unless_drawable,
     refuse_unless_folder_open,
 )
 from pagedserve.cli.policy_options import PolicyOptions, described
@@ -39,16 +41,16 @@ Examples:
   pagedserve simulate --trace sample:azure_shaped_500
 \b
   # Two batching rules under eight times the load, with pictures
-  pagedserve simulate --trace sample:azure_shaped_500 --rate 44 --plots pictures \\
+  pagedserve simulate --trace sample:azure_shaped_500 --rate 44 --out runs --plots \\
       --policy mixed --policy prefill_first
 \b
   # What paging saves: two allocators in a pool of 4,096 blocks
   pagedserve simulate --trace conv.csv --first 2000 --num-blocks 4096 \\
       --policy mixed --policy mixed,allocator=contiguous_max
 \b
-  # A synthetic trace on another device; records kept, results to a program
+  # A synthetic trace on another device, results to a program
   pagedserve simulate --trace synthetic --num-prompts 500 --rate 8 --input-len 512 \\
-      --output-len lognormal:median=128,sigma=1 --device l40s --out runs --json - | jq .runs
+      --output-len lognormal:median=128,sigma=1 --device l40s --json - | jq .runs
 """
 
 
@@ -68,12 +70,19 @@ class SavingOptions:
         bool, Option("--keep-plans", help="Keep every step's plan in the record.", rich_help_panel=PANEL)
     ] = False
 
+    plots: Annotated[
+        bool, Option("--plots", help=f"Draw {', '.join(PICTURES)} into DIR.", rich_help_panel=PANEL)
+    ] = False
+
     def folders(self, labels: list[str], overwrite: bool) -> dict[str, Path]:
         """Label to the folder of its record, each checked; none if nothing is to be saved."""
         if self.out is None:
-            if self.keep_plans:
-                refuse("--keep-plans keeps plans in a record, and none is saved; give --out DIR as well")
+            if self.keep_plans or self.plots:
+                option = "--keep-plans" if self.keep_plans else "--plots"
+                refuse(f"{option}: no folder to write into; give --out DIR as well")
             return {}
+        if self.plots:
+            refuse_unless_drawable(self.out, overwrite)
         folders = {label: self.out / label for label in labels}
         for folder in folders.values():
             refuse_unless_folder_open(folder.parent, makes_folders=True)
@@ -99,12 +108,10 @@ def simulate(
     run: RunOptions,
     slo: SloOptions,
     saving: SavingOptions,
-    pictures: PictureOptions,
     results: ResultOptions,
 ) -> None:
     """The command; see ``HELP``."""
-    results.check(writes_more=saving.out is not None or pictures.plots is not None)
-    pictures.check(results.overwrite)
+    results.check(writes_more=saving.out is not None)
     with as_bad_input():
         policies = policy_options.chosen()
         limit_options.limits(num_blocks=1)
@@ -129,7 +136,8 @@ def simulate(
     for label, record in records.items():
         screen.lines(endings(label, record, summaries[label]))
     screen.table(summaries)
-    screen.lines(f"drawn: {file}" for file in pictures.draw(records))
+    if saving.out is not None and saving.plots:
+        screen.lines(f"drawn: {file}" for file in draw(records, saving.out))
     results.write(_results(trace, setup, limits, records, summaries, folders))
 
 

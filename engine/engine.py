@@ -19,6 +19,7 @@ from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.runner import ModelRunner
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.stops import TokenStops
+from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.metrics.header import run_header
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.recorder import Recorder
@@ -53,12 +54,14 @@ class Engine:
         *,
         overlap_depth: int = 0,
         seed: int | None = None,
+        kv: KVCache | None = None,
     ) -> None:
+        """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one."""
         self.vocabulary = vocabulary
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
         self.runner = ModelRunner(
-            model, limits, vocabulary.size, overlap_depth > 0, policy.enable_prefix_caching
+            model, limits, vocabulary.size, overlap_depth > 0, policy.enable_prefix_caching, kv
         )
         self.recorder = Recorder(self.scheduler, keep_plans=True)
         self.loop = EngineLoop(self.scheduler, self.runner, self.recorder)

@@ -80,13 +80,14 @@ class EngineLoop:
         """One turn; False when nothing can be done until something is handed in: the caller may sleep."""
         if self._take_intake():
             self._blocked = False
+        num_preemptions = self.scheduler.num_preemptions
         plan = self._schedule() if self.scheduler.has_work and not self._blocked else None
         if self._in_flight:
             self._commit()
         elif plan is None:
-            # Asking again would give the same answer until something changes.
-            self._blocked = True
-            return False
+            # Asking again would give the same answer until something changes; a preemption is such a change.
+            self._blocked = self.scheduler.num_preemptions == num_preemptions
+            return not self._blocked
         if plan is not None:
             self._runner.launch(plan)
             self._recorder.launched(self.now_ns())

@@ -15,6 +15,7 @@ from pagedserve.engine.sampling.logprobs import PositionLogprobs
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingRows
 from pagedserve.engine.sampling.sampler import SampledTokens, sample
 from pagedserve.engine.sequences import SequenceState, SequenceTable
+from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.policy import Limits, Outcome, StepPlan
 
 
@@ -53,10 +54,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, limits: Limits, vocab_size: int, overlaps: bool, caches_prefixes: bool
+        self,
+        model: Model,
+        limits: Limits,
+        vocab_size: int,
+        overlaps: bool,
+        caches_prefixes: bool,
+        kv: KVCache | None = None,
     ) -> None:
+        """``kv``: a cache of the limits' size to use instead of a new one."""
         self.model = model
-        self.kv = model.make_cache(limits.num_blocks, limits.block_size)
+        self.kv = kv or model.make_cache(limits.num_blocks, limits.block_size)
         self.table = SequenceTable(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device(model.device)
         )

@@ -106,13 +106,14 @@ class Mirror:
             assert request in self.rows, f"request {request} joined and is not known"
             assert request not in self.group, f"request {request} joined twice"
             self.group[request] = None
-        self._group_changed = self._group_changed or bool(plan.left or plan.joined)
+        # Who samples its first token, or wants a block, may join and leave again before a plan tells of it.
+        changed = plan.left or plan.joined or plan.preempted or plan.departed
+        self._group_changed = self._group_changed or bool(changed)
         if plan.decodes:
             assert plan.decodes == tuple(self.group), f"decodes {plan.decodes} are not {tuple(self.group)}"
             if not self._group_changed:
                 assert plan.decodes is self._last_decodes, "an unchanged group is a new tuple object"
             self._last_decodes, self._group_changed = plan.decodes, False
-        # Who samples its first token may join and leave again before the next plan tells of it.
         self._group_changed = self._group_changed or any(chunk.samples for chunk in plan.chunks)
 
     def _meet(self, plan: StepPlan) -> None:

@@ -8,11 +8,19 @@ from pagedserve.policy.step import Step
 
 
 class OldestVictim:
-    """Preempts the request admitted first."""
+    """Preempts the request admitted first: two that both lack blocks may preempt each other for ever."""
 
     def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
         """The first of ``candidates``."""
         return candidates[0] if candidates else None
+
+
+class OldestTwiceVictim:
+    """Preempts the oldest that was not preempted twice already, else the newest: so that everyone ends."""
+
+    def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
+        """The first of ``candidates`` with fewer than two preemptions, or the last."""
+        return next((state for state in candidates if state.num_preemptions < 2), candidates[-1])
 
 
 class FewestComputedVictim:

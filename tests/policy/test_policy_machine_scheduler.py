@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_driver import STEP_NS, Drive
-from policy_parts import AdmitBeforeDecode, Ageing, FewestComputedVictim, OldestVictim, ShortestPromptFirst, SmallChunks
+from policy_parts import AdmitBeforeDecode, Ageing, FewestComputedVictim, OldestTwiceVictim, ShortestPromptFirst, SmallChunks
 from policy_scripts import Script, scripted
 
 from pagedserve.policy import Limits, Policy, policy
@@ -17,7 +17,7 @@ from pagedserve.policy.errors import QueueFull
 MAX_STEPS_TO_DRAIN = 3000
 BATCHING = ("serial", "static", "prefill_first", "mixed", "mixed", AdmitBeforeDecode(), SmallChunks())
 ORDERS = ("fcfs", ShortestPromptFirst(), Ageing())
-VICTIMS = ("newest", OldestVictim(), FewestComputedVictim())
+VICTIMS = ("newest", OldestTwiceVictim(), FewestComputedVictim())
 
 
 @st.composite

@@ -1,0 +1,59 @@
+"""Running the command line in this process, as its users do: by its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from pagedserve.cli.main import app
+
+SMALL = (
+    "--trace",
+    "sample:azure_shaped_500",
+    "--first",
+    "12",
+    "--num-blocks",
+    "400",
+    "--max-model-len",
+    "6400",
+)
+"""A run that takes a few hundredths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+def runner(capsys: pytest.CaptureFixture[str]) -> Run:
+    """A function that runs the command line with these arguments."""
+
+    def run(*args: object) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app([str(arg) for arg in args], prog_name="pagedserve")
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ran(ended.value.code, captured.out, captured.err)
+
+    return run
+
+
+def assert_refused(ran: Ran, *words: object) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that holds the words."""
+    assert ran.code == 2, ran
+    assert ran.out == ""
+    assert ran.err.startswith("Error: ")
+    assert ran.err.count("\n") == 1
+    assert ran.err.endswith("\n")
+    for word in words:
+        assert str(word) in ran.err, ran.err
