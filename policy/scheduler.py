@@ -107,10 +107,10 @@ class Scheduler:
         if len(self.in_flight) > self.overlap_depth:
             limit = f"overlap_depth is {self.overlap_depth}"
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight and {limit}; commit the oldest")
-        step = Step(self, now_ns)
-        self.batching.compose(step)
-        self.num_preemptions += len(step.preempted)
-        self._preempted += step.preempted
+        step = self._compose(now_ns)
+        if step.preempted and not self.running and not self.in_flight:
+            # All gave way: there is room for the first of them now, and no other event to wait for.
+            step = self._compose(now_ns)
         if step.chunks or (step.decodes and self.group.members):
             return self._launchable_plan(step)
         blocked = len(self.running) - len(self.draining)
@@ -147,6 +147,13 @@ class Scheduler:
         return finished
 
     # Planning.
+
+    def _compose(self, now_ns: int) -> Step:
+        step = Step(self, now_ns)
+        self.batching.compose(step)
+        self.num_preemptions += len(step.preempted)
+        self._preempted += step.preempted
+        return step
 
     def _launchable_plan(self, step: Step) -> StepPlan:
         """Number the step, change progress, and say what changed."""

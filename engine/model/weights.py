@@ -157,8 +157,8 @@ def _no_weights(folder: Path) -> str:
 class RandomSource:
     """Seeded random weights in the shapes of ``config``; a tensor depends on the seed and its name alone.
 
-    Matrices keep the scale of their input (standard deviation 1/sqrt(columns)), so that logits differ enough
-    for greedy output not to hang on rounding.
+    Matrices keep the scale of their input (standard deviation 1/sqrt(columns)) and embeddings have scale 1, so
+    that logits differ enough for greedy output not to hang on rounding, and tokens matter.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -170,8 +170,10 @@ class RandomSource:
 
     def get(self, name: str) -> torch.Tensor:
         shape = self._expected[name]
-        generator = torch.Generator().manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+        if name == "model.embed_tokens.weight":
+            return noise
         if len(shape) == 2:
             return noise.div_(math.sqrt(shape[1]))
         return noise.mul_(0.1) if name.endswith(".bias") else noise.mul_(0.1).add_(1.0)

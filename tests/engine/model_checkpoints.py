@@ -1,5 +1,6 @@
 """Tiny random models for the model tests: the Hugging Face model, its files, and ours from the same weights."""
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -86,10 +87,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def hf_logits(name: str, tokens: Sequence[int]) -> torch.Tensor:
+def hf_logits(name: str, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Logits [n, vocabulary] of every position, computed by transformers in one pass."""
-    with torch.inference_mode():
-        return hf_model(name)(torch.tensor([list(tokens)])).logits[0].float()
+    model = hf_model(name)
+    if dtype != torch.float32:
+        model = copy.deepcopy(model).to(dtype)
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)])).logits[0].float()
 
 
 def dirty_cache(model: Model, num_blocks: int, block_size: int) -> KVCache:

@@ -196,20 +196,6 @@ def test_s3_ids_outside_the_vocabulary_are_refused_by_name() -> None:
     assert healthy.completion().token_ids == hf_greedy("llama", text, LENGTH)
 
 
-class PaddedHead:
-    """The vocabulary's rows padded to 320, as checkpoints do, with rows whose logits are the largest."""
-
-    def __init__(self) -> None:
-        model = tiny_model(vocab_size=320)
-        self.model = model
-
-    def run(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Outputs of an engine whose tokenizer knows 258 of the 320 ids."""
-        texts = prompts(6, 15)
-        with engine_of(model=self.model) as engine:
-            return [completion.token_ids for completion in run_all(engine, texts, params)]
-
-
 @pytest.mark.parametrize("name", CHOICES)
 def test_s3_padded_rows_are_never_sampled(name: str) -> None:
     """S3: rows behind the tokenizer's last id are not tokens, however large their logits."""

@@ -76,7 +76,7 @@ class Requests:
 def hf_greedy(name: str, tokens: list[int], count: int) -> list[int]:
     ids = torch.tensor([tokens])
     settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.inference_mode():  # without a mask, generate takes a 0 in the prompt for padding
+    with torch.no_grad():  # without a mask, generate takes a 0 in the prompt for padding
         out = hf_model(name).generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return out[0].tolist()
 
@@ -142,14 +142,9 @@ def test_a_wrong_block_is_noticed() -> None:
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(attention: str) -> None:
     tokens = prompt(45)
     exact = hf_logits("llama", tokens).log_softmax(-1)
+    theirs = hf_logits("llama", tokens, torch.bfloat16).log_softmax(-1)
     ours = chunked_logits(our_model("llama", attention, torch.bfloat16), tokens, 7).log_softmax(-1)
-    rounded = hf_model("llama").to(torch.bfloat16)
-    try:
-        theirs = hf_logits("llama", tokens).log_softmax(-1)
-    finally:
-        hf_model.cache_clear()  # its weights are rounded for good
-    assert rounded.dtype == torch.bfloat16
-    assert (ours - exact).abs().mean() < 1.25 * (theirs - exact).abs().mean()
+    assert 0 < (ours - exact).abs().mean() < 1.25 * (theirs - exact).abs().mean()
 
 
 def test_a_chunk_needs_tokens_and_slots() -> None:

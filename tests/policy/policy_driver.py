@@ -131,16 +131,20 @@ class Drive:
         events += [(at, 0, request, request) for request, at in (aborts or {}).items()]
         todo = deque(sorted(events, key=lambda event: event[:3]))
         planned: StepPlan | None = None
+        idle = 0
         while True:
             self._take_events(todo, self.now_ns)
             # An empty plan made while a step was in flight is asked for again, now that it is committed.
             launched = planned or self.schedule()
             planned = None
             if not launched:
-                if not todo:
+                # A rule that preempts all that runs makes an empty plan and is asked again; more is a hang.
+                idle = 0 if todo else idle + 1
+                if idle > self.scheduler.has_work:
                     break
-                self.now_ns = todo[0][0]
+                self.now_ns = todo[0][0] if todo else self.now_ns + STEP_NS
                 continue
+            idle = 0
             if self.depth:
                 planned = self.schedule()
             end_ns = (self.now_ns // STEP_NS + 1) * STEP_NS

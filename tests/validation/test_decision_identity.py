@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -199,7 +199,10 @@ def test_a_block_freed_one_step_early_is_seen() -> None:
     """An engine that frees early differs from its replay, provided the ledger is blind to it."""
 
     def blind(scheduler: Scheduler) -> None:
-        scheduler.ledger.granted = lambda *args: None
+        def granted(state: RequestState, num_tokens: int, block_size: int, new: Collection[int]) -> None:
+            pass
+
+        scheduler.ledger.granted = granted
 
     seen = 0
     for seed in range(24):
