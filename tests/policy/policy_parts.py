@@ -75,3 +75,21 @@ class SmallChunks:
             if step.num_tokens and state.status is Status.RUNNING:
                 step.chunk(state, 2)
         step.admit_in_order(max_requests=1)
+
+
+@dataclass(slots=True)
+class PreemptAt:
+    """``mixed``, but a request is preempted once, as soon as it has ``outputs`` tokens."""
+
+    request: int
+    outputs: int
+
+    def compose(self, step: Step) -> None:
+        """Preempt first, so that the step may still use what was freed."""
+        for state in list(step.running):
+            due = state.id == self.request and state.num_output_tokens == self.outputs
+            if due and not state.num_preemptions:
+                step.preempt(state)
+        step.decode()
+        step.continue_prefills()
+        step.admit_in_order()

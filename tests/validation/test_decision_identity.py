@@ -217,7 +217,9 @@ def test_a_block_freed_one_step_early_is_refused() -> None:
         for seed in range(24):
             live_run(replace(spec_of("mixed", "paged", seed), allocator=FreedEarly()), seed, depth=1)
 
-    with pytest.raises(IllegalPlan, match=r"FreedEarly gave request \d+ blocks .* touched by steps in flight \[\d"):
+    with pytest.raises(
+        IllegalPlan, match=r"FreedEarly gave request \d+ blocks .* touched by steps in flight \[\d"
+    ):
         pressured()
 
 
