@@ -117,8 +117,8 @@ def test_b7_the_longest_released_block_is_evicted_first_and_a_tail_before_its_he
         [
             scripted(0, 12, 1, **old),
             scripted(1, 12, 1, arrival_ns=100, **new),
-            # 4 blocks: 2 that were never used and 2 of the old prefix, its tail first.
-            scripted(2, 16, 1, arrival_ns=200, block_size=4),
+            # 4 blocks: 2 that were never used and 2 of the old prefix, its tail first. It has no keys.
+            scripted(2, 16, 1, arrival_ns=200),
             scripted(3, 12, 1, arrival_ns=300, **new),
             scripted(4, 12, 1, arrival_ns=400, **old),
         ]

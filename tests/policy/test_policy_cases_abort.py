@@ -1,0 +1,336 @@
+"""CASES A1 to A5, A8 and M5: abort, overlap, leaks, and requests that can never run."""
+
+import pytest
+from policy_driver import STEP_NS, Drive
+from policy_parts import PreemptAt
+from policy_scripts import scripted
+
+from pagedserve.policy import Limits, PrefillChunk, policy
+from pagedserve.policy.errors import (
+    DuplicateRequest,
+    EmptyPrompt,
+    InvalidLimit,
+    PromptExceedsModel,
+    PromptExceedsPool,
+    QueueFull,
+)
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def limits(num_blocks: int = 16, num_tokens: int = 8, num_seqs: int = 4) -> Limits:
+    """A small pool of blocks of 2."""
+    return Limits(num_tokens, num_seqs, max_model_len=32, block_size=2, num_blocks=num_blocks)
+
+
+def steps(drive: Drive, number: int) -> None:
+    """Do that many steps in DESIGN's order, leaving as many in flight as the depth allows."""
+    for _ in range(number):
+        while len(drive.in_flight) > drive.depth:
+            drive.commit()
+            drive.now_ns += STEP_NS
+        drive.schedule()
+
+
+# What brings request 1 into each state: prompt length, outputs at which it is preempted, steps before the abort.
+STATES = {
+    "waiting": (12, None, 0),
+    "between prefill chunks": (20, None, 2),
+    "decoding": (3, None, 3),
+    "preempted": (3, 2, 3),
+}
+
+
+@DEPTHS
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("name", STATES)
+def test_a1_abort_in_every_state(depth: int, in_flight: bool, name: str) -> None:
+    """CASES A1: no later token of it, its blocks free within one step, the others as if it had not been."""
+    prompt, preempt_at, before = STATES[name]
+    others = [scripted(0, 3, 12), scripted(2, 5, 7, arrival_ns=1)]
+    calm = Drive(policy("mixed"), limits(), depth)
+    calm.run(others)
+    rule = PreemptAt(1, preempt_at) if preempt_at is not None else "mixed"
+    drive = Drive(policy("mixed", batching=rule), limits(), depth)
+    for script in (others[0], scripted(1, prompt, 9)):
+        drive.add(script)
+    steps(drive, before)
+    if not in_flight:
+        while drive.in_flight:
+            drive.commit()
+    state = drive.states[1]
+    assert bool(state.block_table) == (name in ("between prefill chunks", "decoding"))
+    emitted = list(drive.emitted[1])
+    assert drive.abort(1)
+    assert not drive.abort(1)
+    assert state.finish_reason == "abort"
+    while drive.in_flight:
+        drive.commit()
+    held = sum(len(drive.states[i].block_table) for i in drive.live)
+    assert drive.scheduler.allocator.num_free_blocks == 16 - held
+    drive.run([others[1]])
+    assert drive.emitted[1] == emitted
+    assert {i: drive.ended[i] for i in (0, 2)} == calm.ended
+
+
+@DEPTHS
+def test_a1_abort_at_every_instant(depth: int) -> None:
+    """CASES A1: at each half step of a run under memory pressure; the driver checks every call."""
+    scripts = [scripted(i, 5, 8, arrival_ns=6 * i) for i in range(4)]
+    for at in range(0, 300, STEP_NS // 2):
+        for victim in range(4):
+            drive = Drive(policy("mixed", watermark=0.0), limits(num_blocks=8), depth)
+            drive.run(scripts, aborts={victim: max(at, 6 * victim)})
+            others = [drive.ended[i].num_output_tokens for i in range(4) if i != victim]
+            assert others == [8, 8, 8]
+
+
+def test_a2_freed_blocks_wait_for_the_step_that_writes_them() -> None:
+    """CASES A2: aborted in flight, blocks are quarantined, counted as used, and given out after the commit."""
+    drive = Drive(policy("mixed", watermark=0.0), limits(num_blocks=4), 1)
+    drive.add(scripted(0, 7, 2))
+    drive.schedule()
+    drive.abort(0)
+    allocator = drive.scheduler.allocator
+    assert (allocator.num_free_blocks, allocator.num_quarantined_blocks) == (0, 4)
+    drive.add(scripted(1, 3, 2))
+    assert not drive.schedule()
+    drive.commit()
+    assert (allocator.num_free_blocks, allocator.num_quarantined_blocks) == (4, 0)
+    drive.run([])
+    assert drive.ended[1].num_output_tokens == 2
+
+
+def test_a2_preemption_stops_when_it_frees_nothing_now() -> None:
+    """CASES A2: a victim in flight frees nothing before the commit, so no second one is taken."""
+    drive = Drive(policy("mixed", watermark=0.0), limits(num_blocks=6, num_tokens=16), 1)
+    for i in range(3):
+        drive.add(scripted(i, 3, 4))
+    drive.schedule()
+    drive.schedule()
+    drive.commit()
+    # All three want a third block at once; the newest gives way, the others stall until its step commits.
+    assert not drive.schedule()
+    assert [drive.states[i].num_preemptions for i in range(3)] == [0, 0, 1]
+    drive.commit()
+    plan = drive.schedule()
+    assert plan.decodes == (0, 1)
+    assert plan.preempted == (2,)
+
+
+def test_a2_a_shared_block_waits_for_the_last_step_that_reads_it() -> None:
+    """CASES A2: two requests share a prefix; one is in flight, the other was released without a fence.
+
+    Whoever lets go last, the block may not be given out before the newest step that touches it commits.
+    """
+    drive = Drive(policy("vllm_v1", watermark=0.0), limits(num_blocks=5, num_tokens=8), 1)
+    family = {"family": 1, "shared": 4, "block_size": 2}
+    drive.run([scripted(9, 4, 1, **family)])
+    drive.add(scripted(0, 5, 4, **family))
+    drive.schedule()
+    drive.commit()
+    # Request 1 hits block 0 and takes the rest of the budget only in part: its next chunk finds no token.
+    drive.add(scripted(1, 9, 1, **family))
+    drive.schedule()
+    drive.abort(1)
+    drive.abort(0)
+    drive.add(scripted(2, 10, 1))
+    drive.schedule()
+    drive.run([])
+    assert drive.ended[2].reason == "length"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a2_blocks_shared_by_a_stalled_and_a_running_request(order: tuple[int, int]) -> None:
+    """CASES A2: request 1 has no token in the step in flight, request 0 has; both are aborted meanwhile.
+
+    The shared block is touched by the step in flight through request 0, even when 1 is the last to let go.
+    """
+    within = Limits(2, 2, max_model_len=32, block_size=2, num_blocks=8)
+    drive = Drive(policy("mixed", enable_prefix_caching=True, watermark=0.0), within, 1)
+    family = {"family": 1, "shared": 4, "block_size": 2}
+    drive.add(scripted(0, 5, 9, **family))
+    for _ in range(3):
+        drive.schedule()
+        drive.commit()
+    # One token of budget beside the decode of 0: request 1 hits blocks 0 and 1 and computes token 4.
+    drive.add(scripted(1, 8, 9, **family))
+    first = drive.schedule()
+    assert first.chunks == (PrefillChunk(1, 4, 1, False),)
+    drive.commit()
+    drive.add(scripted(2, 16, 1))
+    drive.scheduler.batching = DecodesOnly()
+    step = drive.schedule()
+    assert (step.decodes, step.chunks) == ((0,), ())
+    drive.scheduler.batching = policy("mixed").part("batching")
+    for request in order:
+        drive.abort(request)
+    shared = dict(first.new_blocks)[1][:2]
+    assert drive.scheduler.allocator.num_quarantined_blocks >= len(shared)
+    drive.schedule()
+    drive.run([])
+
+
+class DecodesOnly:
+    """Leaves prompts alone for a step."""
+
+    def compose(self, step: object) -> None:
+        """Decode."""
+        step.decode()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("shared_last", [False, True])
+def test_a2_every_block_is_free_as_soon_as_its_own_fence_allows(shared_last: bool) -> None:
+    """CASES A1, A2: a release with an older fence is not held back by one with a newer fence before it."""
+    within = Limits(3, 3, max_model_len=32, block_size=2, num_blocks=16)
+    drive = Drive(policy("mixed", watermark=0.0), within, 1)
+    drive.add(scripted(0, 2, 9))
+    drive.schedule()
+    drive.add(scripted(1, 9, 1))
+    drive.schedule()
+    drive.commit()
+    drive.scheduler.batching = DecodesOnly()
+    drive.schedule()
+    # Step 1 computed both, step 2 only request 0; both are in flight.
+    for request in (0, 1) if not shared_last else (1, 0):
+        drive.abort(request)
+    drive.commit()
+    held_by_step_2 = 2
+    assert drive.scheduler.allocator.num_quarantined_blocks == held_by_step_2
+
+
+def test_a3_the_row_behind_a_stop_releases_once() -> None:
+    """CASES A3: a request that stops with one row in flight gives its blocks back one time."""
+    drive = Drive(policy("mixed"), limits(num_blocks=4), 1)
+    drive.run([scripted(0, 3, 9, stop_after=3), scripted(1, 3, 9, stop_after=1)])
+    assert drive.scheduler.num_discarded_tokens == 2
+
+
+@pytest.mark.parametrize("allocator", ["paged", "contiguous_max", "contiguous_limit"])
+@pytest.mark.parametrize("fence", [None, 5])
+def test_a3_a_double_release_raises(allocator: str, fence: int | None) -> None:
+    """CASES A3: releasing blocks that are free, or quarantined, is our own bug and raises at once."""
+    drive = Drive(policy("mixed", allocator=allocator), limits())
+    drive.add(scripted(0, 3, 9))
+    drive.schedule()
+    state = drive.states[0]
+    table = list(state.block_table)
+    drive.scheduler.allocator.release(state, fence)
+    state.block_table = table
+    with pytest.raises(AssertionError, match="twice"):
+        drive.scheduler.allocator.release(state, None)
+
+
+@DEPTHS
+def test_a4_a_prompt_of_the_models_length_is_refused_with_the_numbers(depth: int) -> None:
+    """CASES A4: it leaves no room for a token; one token less runs and yields exactly one."""
+    drive = Drive(policy("mixed"), Limits(8, 2, max_model_len=10, block_size=2, num_blocks=8), depth)
+    with pytest.raises(PromptExceedsModel, match=r"request 0 has 10 prompt tokens.*max_model_len is 10.*\b9\b"):
+        drive.add(scripted(0, 10, 1))
+    assert not drive.scheduler.has_work
+    drive.run([scripted(1, 9, 5)])
+    assert drive.ended[1] == (1, "length", 1)
+
+
+@DEPTHS
+@pytest.mark.parametrize("allocator", ["paged", "contiguous_limit"])
+def test_a4_m5_a_prompt_larger_than_the_pool_is_refused_with_the_numbers(depth: int, allocator: str) -> None:
+    """CASES A4, M5: an error at admission, and nobody behind it is blocked."""
+    drive = Drive(policy("mixed", allocator=allocator), limits(num_blocks=4), depth)
+    with pytest.raises(PromptExceedsPool, match=r"request 0 has 9 prompt tokens.*5 KV blocks.*4 of 2"):
+        drive.add(scripted(0, 9, 1))
+    drive.run([scripted(1, 8, 5), scripted(2, 2, 2)])
+    # The whole pool for the prompt: the one token that needs no slot.
+    assert drive.ended[1] == (1, "length", 1)
+    assert drive.ended[2] == (2, "length", 2)
+
+
+@DEPTHS
+@pytest.mark.parametrize("rule", ["serial", "static", "prefill_first", "mixed"])
+def test_a4_an_output_that_outgrows_the_pool_ends_with_length(depth: int, rule: str) -> None:
+    """CASES A4: alone or in company, it finishes and does not preempt itself for ever."""
+    drive = Drive(policy(rule, watermark=0.0), limits(num_blocks=4), depth)
+    drive.run([scripted(0, 3, 25), scripted(1, 3, 25), scripted(2, 2, 2)])
+    # 8 slots: 3 prompt tokens and 5 outputs in KV, and a sixth that needs no slot.
+    assert drive.ended[0] == (0, "length", 6)
+    assert drive.ended[1] == (1, "length", 6)
+
+
+@DEPTHS
+@pytest.mark.parametrize("rule", ["serial", "static", "prefill_first", "mixed"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a4_a_pool_of_one_block(depth: int, rule: str, block_size: int) -> None:
+    """CASES A4: the smallest pool serves what fits it, one at a time."""
+    within = Limits(4, 2, max_model_len=8, block_size=block_size, num_blocks=1)
+    drive = Drive(policy(rule), within, depth)
+    drive.run([scripted(i, 1, 6, arrival_ns=i) for i in range(3)])
+    assert [drive.ended[i].num_output_tokens for i in range(3)] == [block_size] * 3
+    assert drive.scheduler.num_preemptions <= 3
+
+
+@pytest.mark.parametrize("victim_fits", [True, False])
+@DEPTHS
+def test_a4_prefill_first_with_first_chunk_admission_makes_progress(depth: int, victim_fits: bool) -> None:
+    """CASES A4, F4: a decode that waits for a block comes before the prompt that was preempted for it."""
+    chosen = policy("prefill_first", watermark=0.0, scheduler_reserve_full_isl=False)
+    within = Limits(4, 4, max_model_len=64, block_size=4, num_blocks=4)
+    drive = Drive(chosen, within, depth)
+    drive.run([scripted(0, 4, 12), scripted(1, 11 if victim_fits else 14, 2, arrival_ns=5)], max_steps=200)
+    assert drive.ended[0].num_output_tokens == 12
+
+
+def test_a5_everything_drains_under_every_rule_and_allocator() -> None:
+    """CASES A5: the driver checks free + cached == total, references and counters at the end of each run."""
+    scripts = [scripted(i, 1 + 3 * i % 9, 6, arrival_ns=4 * i, stop_after=(None, 2)[i % 2]) for i in range(8)]
+    for rule in ("serial", "static", "prefill_first", "mixed"):
+        for allocator in ("paged", "contiguous_max", "contiguous_limit"):
+            for depth in (0, 1):
+                drive = Drive(policy(rule, allocator=allocator), limits(num_blocks=16), depth)
+                drive.run(scripts, aborts={1: 9, 4: 55})
+                assert len(drive.ended) == 8
+
+
+@DEPTHS
+@pytest.mark.parametrize("rule", ["static", "prefill_first", "mixed"])
+def test_a8_four_cold_prompts_and_a_limit_of_four_run_together(depth: int, rule: str) -> None:
+    """CASES A8: no latched flag keeps a seat empty, also when the first step's tokens do not suffice."""
+    drive = Drive(policy(rule), limits(num_blocks=32, num_tokens=8), depth)
+    drive.run([scripted(i, 4, 6) for i in range(4)])
+    assert max(len(plan.decodes) for plan in drive.plans) == 4
+    assert len(drive.plans) == 2 + 5
+
+
+def test_refusals_name_the_numbers_and_leave_no_trace() -> None:
+    """The other refusals of ``add``."""
+    within = Limits(8, 1, max_model_len=32, block_size=2, num_blocks=8, max_num_queued_reqs=2)
+    drive = Drive(policy("vllm_v1"), within)
+    with pytest.raises(EmptyPrompt, match="request 0 has 0 prompt tokens"):
+        drive.add(scripted(0, 0, 1))
+    with pytest.raises(InvalidLimit, match="request 0 has max_tokens 0"):
+        drive.add(scripted(0, 1, 0))
+    with pytest.raises(InvalidLimit, match=r"request 0 has 2 prefix keys.*9 prompt tokens have 4 full blocks of 2"):
+        drive.add(scripted(0, 9, 1, block_size=4))
+    drive.add(scripted(1, 3, 2))
+    with pytest.raises(DuplicateRequest, match="request 1"):
+        drive.scheduler.add(scripted(1, 3, 2).request, 0)
+    drive.add(scripted(2, 3, 2))
+    with pytest.raises(QueueFull, match="2 requests wait and max_num_queued_reqs is 2"):
+        drive.add(scripted(3, 3, 2))
+    del drive.mirror.scripts[3]
+    drive.run([])
+    assert sorted(drive.ended) == [1, 2]
+
+
+def test_an_ended_requests_id_may_be_used_again() -> None:
+    """The old one's past does not hold back the new one."""
+    drive = Drive(policy("mixed", watermark=0.0), Limits(8, 4, max_model_len=32, block_size=2, num_blocks=4))
+    drive.add(scripted(0, 4, 3))
+    drive.schedule()
+    drive.commit()
+    drive.add(scripted(5, 8, 1))
+    assert not drive.schedule().chunks
+    drive.commit()
+    drive.abort(5)
+    drive.add(scripted(5, 1, 1))
+    (chunk,) = drive.schedule().chunks
+    assert (chunk.request, chunk.num_tokens) == (5, 1)
