@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 
 import pagedserve
-from pagedserve.cli import report, simulate
+from pagedserve.cli import generate, profile, report, simulate
 from pagedserve.cli.errors import EXIT_INTERRUPTED, OneLineGroup
 from pagedserve.cli.option_groups import grouped
 from pagedserve.cli.traces import traces
@@ -17,6 +17,7 @@ HELP = """Serve LLM requests with a scheduling policy, on a device or on a clock
 
 \b
 Examples:
+  pagedserve generate --model smollm2-135m "The capital of France is"
   pagedserve simulate --trace sample:azure_shaped_500 --rate 40 --policy mixed --policy prefill_first
   pagedserve traces info conv.csv
   pagedserve report runs --plots pictures
@@ -45,6 +46,8 @@ def _options(
 ) -> None: ...
 
 
+app.command("generate", help=generate.HELP)(grouped(generate.generate))
+app.command("profile", help=profile.HELP)(grouped(profile.profile))
 app.command("simulate", help=simulate.HELP)(grouped(simulate.simulate))
 app.add_typer(traces)
 app.command("report", help=report.HELP)(grouped(report.report))

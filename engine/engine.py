@@ -56,7 +56,15 @@ class Engine:
         seed: int | None = None,
         kv: KVCache | None = None,
     ) -> None:
-        """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one."""
+        """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one.
+
+        Raises ValueError if the limits ask for more positions than the model has.
+        """
+        num_positions = min(model.max_model_len, model.config.max_position_embeddings)
+        if limits.max_model_len > num_positions:
+            raise ValueError(
+                f"max_model_len is {limits.max_model_len}; the model has {num_positions} positions: lower it"
+            )
         self.vocabulary = vocabulary
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
@@ -66,13 +74,12 @@ class Engine:
         self.recorder = Recorder(self.scheduler, keep_plans=True)
         self.loop = EngineLoop(self.scheduler, self.runner, self.recorder)
         self.loop.on_commit = self._committed
-        self.loop.on_abort = lambda request: self._end(request, self._abort_reasons.pop(request, "abort"))
+        self.loop.on_abort = self._end
         self.loop.on_refused = self._refused
         self._seeds = random.Random(seed)
         self._next_id = 0
         self._lock = threading.Lock()
         self._live: dict[int, tuple[CompletionState, Listener | None]] = {}
-        self._abort_reasons: dict[int, str] = {}
 
     def submit(
         self,
@@ -131,7 +138,6 @@ class Engine:
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a request's end; nothing happens if it has ended."""
-        self._abort_reasons[request] = reason
         self.loop.abort(request, reason)
 
     def step(self) -> bool:

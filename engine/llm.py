@@ -67,10 +67,6 @@ class LLM:
         self.tokenizer = load_tokenizer(loaded.files)
         if max_model_len is None:
             max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
-        if max_model_len > self.model.max_model_len:
-            raise ValueError(
-                f"max_model_len is {max_model_len}; the model has {self.model.max_model_len} positions: lower it"
-            )
         if num_blocks is None:
             num_blocks = default_num_blocks(loaded, max_model_len, max_num_seqs, block_size)
         limits = Limits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from pagedserve.metrics.recorder import Recorder
@@ -26,9 +27,9 @@ class Runner(Protocol):
 class EngineLoop:
     """Intake, schedule, launch, wait, commit, at overlap depth 0 or 1.
 
-    ``add`` and ``abort`` may be called from any thread; they take effect at the next `step`, aborts before
-    adds. All times come from ``clock`` (monotonic ns), made strictly increasing, so that the order of a
-    record's calls is the order of their times.
+    ``add`` and ``abort`` may be called from any thread; they take effect at the next `step`, in the order in
+    which they were called. All times come from ``clock`` (monotonic ns), made strictly increasing, so that the
+    order of a record's calls is the order of their times.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class EngineLoop:
         self.scheduler = scheduler
         # Hooks, called in the thread of `step`, in the order of events.
         self.on_commit: Callable[[list[Finished]], None] = lambda finished: None
-        self.on_abort: Callable[[int], None] = lambda request: None
+        self.on_abort: Callable[[int, str], None] = lambda request, reason: None
         self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
         self._runner = runner
         self._recorder = recorder
         self.clock = clock
         self._last_ns = -1
-        self._adds: deque[tuple[Request, int]] = deque()
-        self._aborts: deque[tuple[int, str]] = deque()
+        # Adds and aborts share a queue, so that an abort right behind an add finds its request.
+        self._intake: deque[Callable[[], None]] = deque()
         self._in_flight: deque[StepPlan] = deque()
         self._blocked = False
 
@@ -59,22 +60,23 @@ class EngineLoop:
 
     def add(self, request: Request, due_ns: int | None = None) -> None:
         """Hand a request in; ``due_ns`` is when it was planned to be sent, by default its arrival."""
-        self._adds.append((request, request.arrival_ns if due_ns is None else due_ns))
+        due_ns = request.arrival_ns if due_ns is None else due_ns
+        self._intake.append(partial(self._add, request, due_ns))
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a request's end; nothing happens if it has ended."""
-        self._aborts.append((request, reason))
+        self._intake.append(partial(self._abort, request, reason))
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: intake, live requests or a step in flight."""
-        return bool(self._adds or self._aborts or self._in_flight or self.scheduler.has_work)
+        return bool(self._intake or self._in_flight or self.scheduler.has_work)
 
     @property
     def is_ready(self) -> bool:
         """Whether a step would do something now, rather than find that nothing can be scheduled."""
         waits = self.scheduler.has_work and not self._blocked
-        return bool(self._adds or self._aborts or self._in_flight or waits)
+        return bool(self._intake or self._in_flight or waits)
 
     def step(self) -> bool:
         """One turn; False when nothing can be done until something is handed in: the caller may sleep."""
@@ -98,24 +100,26 @@ class EngineLoop:
 
     def _take_intake(self) -> bool:
         """Apply what was handed in; False if there was nothing."""
-        if not self._aborts and not self._adds:
+        if not self._intake:
             return False
-        while self._aborts:
-            request, reason = self._aborts.popleft()
-            now_ns = self.now_ns()
-            alive = self.scheduler.abort(request, now_ns)
-            self._recorder.aborted(request, now_ns, reason)
-            if alive:
-                self.on_abort(request)
-        while self._adds:
-            request, due_ns = self._adds.popleft()
-            now_ns = self.now_ns()
-            try:
-                self._recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
-            except RequestRefused as error:
-                self._recorder.refused(request, due_ns, now_ns, str(error))
-                self.on_refused(request, error)
+        while self._intake:
+            self._intake.popleft()()
         return True
+
+    def _add(self, request: Request, due_ns: int) -> None:
+        now_ns = self.now_ns()
+        try:
+            self._recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
+        except RequestRefused as error:
+            self._recorder.refused(request, due_ns, now_ns, str(error))
+            self.on_refused(request, error)
+
+    def _abort(self, request: int, reason: str) -> None:
+        now_ns = self.now_ns()
+        alive = self.scheduler.abort(request, now_ns)
+        self._recorder.aborted(request, now_ns, reason)
+        if alive:
+            self.on_abort(request, reason)
 
     def _schedule(self) -> StepPlan | None:
         now_ns = self.now_ns()

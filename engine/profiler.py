@@ -1,83 +1,38 @@
 """Measures steps of the real runner over a grid, and the host's time between steps, into a `Profile`.
 
-Points are repeated in rounds over the whole grid, in another order each round, so that a machine's slow
-minutes fall on all of them alike. KV contents do not matter to time, so contexts are claimed, not computed.
+Points are repeated in rounds over everything there is to measure, in another order each round, so that a
+machine's slow minutes fall on all of them alike. KV contents do not matter to time, so contexts are claimed,
+not computed.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import pagedserve
 from pagedserve.engine.engine import Engine, Vocabulary
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.profile_grid import GRIDS, HOST_PROMPT, HOST_STEPS, Grid, Point
 from pagedserve.engine.runner import ModelRunner
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.stops import TokenStops
 from pagedserve.metrics.profile import HostPoint, Profile, StepPoint
-from pagedserve.policy import Limits, PrefillChunk, Request, StepPlan, StepShape, policy
+from pagedserve.policy import Limits, PrefillChunk, Request, StepPlan, policy
 
+Measure = Callable[[], list[int]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """What is measured. Chunks: lengths times contexts. Decodes: batch sizes times contexts, each also skewed.
-
-    A skewed batch has the same total context, half of it in one sequence. Mixed steps combine each of
-    ``mixed_chunks`` with each decode batch at the middle context.
-    """
-
-    chunk_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 512)
-    chunk_contexts: tuple[int, ...] = (0, 512, 2048)
-    decode_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    decode_contexts: tuple[int, ...] = (16, 256, 1024, 2048)
-    mixed_chunks: tuple[int, ...] = (64, 256)
-    host_rows: tuple[int, ...] = (1, 8, 32)
-
-    def shapes(self, limits: Limits) -> list[tuple[str, list[int], list[tuple[int, int]]]]:
-        """(kind, decode contexts, chunks) of every point that fits the limits."""
-        points: list[tuple[str, list[int], list[tuple[int, int]]]] = []
-        for tokens in self.chunk_tokens:
-            points += [("chunk", [], [(tokens, context)]) for context in self.chunk_contexts]
-        for batch in self.decode_batches:
-            for context in self.decode_contexts:
-                points.append(("decode", [context] * batch, []))
-                if batch > 2:
-                    points.append(("decode", skewed(batch, context), []))
-            middle = self.decode_contexts[len(self.decode_contexts) // 2]
-            points += [("mixed", [middle] * batch, [(tokens, 0)]) for tokens in self.mixed_chunks]
-        return [point for point in points if _fits(point[1], point[2], limits)]
-
-
-def skewed(batch: int, context: int) -> list[int]:
-    """Contexts of the same sum, half of it in one sequence."""
-    total = batch * context
-    rest = [max(1, (total - total // 2) // (batch - 1))] * (batch - 1)
-    return [*rest, total - sum(rest)]
-
-
-def _fits(decodes: Sequence[int], chunks: Sequence[tuple[int, int]], limits: Limits) -> bool:
-    longest = max([*(context + 1 for context in decodes), *(tokens + context for tokens, context in chunks)])
-    blocks = sum(-(-(context + 1) // limits.block_size) for context in decodes)
-    blocks += sum(-(-(tokens + context) // limits.block_size) for tokens, context in chunks)
-    rows = len(decodes) + len(chunks)
-    tokens = len(decodes) + sum(chunk[0] for chunk in chunks)
-    return (
-        longest < limits.max_model_len
-        and blocks <= limits.num_blocks
-        and rows <= limits.max_num_seqs
-        and tokens <= limits.max_num_batched_tokens
-    )
 
 
 class StepBench:
@@ -89,48 +44,54 @@ class StepBench:
         self._limits = limits
         self._num_requests = self._num_steps = 0
         self._departed: tuple[int, ...] = ()
+        self._left: tuple[int, ...] = ()
 
-    def measure(self, decodes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> tuple[StepShape, int]:
-        """Launch and wait for one step; return its shape and the ns from launch to the end of the wait."""
-        plan = self._plan(decodes, chunks)
-        self._runner.launch(plan)
+    def measure(self, point: Point) -> int:
+        """Launch and wait for one step; return the ns from launch to the end of the wait.
+
+        Both ends are where the engine's loop stamps ``launch_ns`` and ``commit_ns``.
+        """
+        self._runner.launch(self._plan(point))
         start = time.perf_counter_ns()
         self._runner.wait()
-        return plan.shape, time.perf_counter_ns() - start
+        return time.perf_counter_ns() - start
 
-    def _plan(self, decodes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> StepPlan:
-        size, next_block = self._limits.block_size, 0
+    def _plan(self, point: Point) -> StepPlan:
+        chunks, decodes = point.chunks, point.decodes
+        requests, blocks = self._requests([*(n + c for n, c in chunks), *(c + 1 for c in decodes)])
+        ids = tuple(request.id for request in requests)
+        rows = ids[len(chunks) :]
+        plan = StepPlan(
+            self._num_steps,
+            requests,
+            tuple(PrefillChunk(i, c, n, True) for i, (n, c) in zip(ids, chunks, strict=False)),
+            rows,
+            joined=rows,
+            left=self._left,
+            departed=self._departed,
+            new_blocks=blocks,
+            shape=point.shape,
+        )
+        self._num_steps += 1
+        self._departed, self._left = ids, rows
+        return plan
+
+    def _requests(
+        self, num_known: Sequence[int]
+    ) -> tuple[tuple[Request, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
+        """A request for each number of known tokens, expected by the runner, and blocks for all of them."""
         requests: list[Request] = []
         blocks: list[tuple[int, tuple[int, ...]]] = []
-        for tokens in [*(n + c for n, c in chunks), *(context + 1 for context in decodes)]:
+        next_block = 0
+        for tokens in num_known:
             request = Request(self._num_requests, 0, tokens, GREEDY.max_tokens)
             self._num_requests += 1
-            count = -(-tokens // size)
+            count = -(-tokens // self._limits.block_size)
             requests.append(request)
             blocks.append((request.id, tuple(range(next_block, next_block + count))))
             next_block += count
             self._expect(request)
-        ids = tuple(request.id for request in requests)
-        shape = StepShape(
-            tuple(chunks),
-            len(decodes),
-            sum(decodes),
-            max(decodes, default=0),
-            sum(context * context for context in decodes),
-            len(decodes) + len(chunks),
-        )
-        plan = StepPlan(
-            self._num_steps,
-            tuple(requests),
-            tuple(PrefillChunk(i, c, n, True) for i, (n, c) in zip(ids, chunks, strict=False)),
-            ids[len(chunks) :],
-            departed=self._departed,
-            new_blocks=tuple(blocks),
-            shape=shape,
-        )
-        self._num_steps += 1
-        self._departed = ids
-        return plan
+        return tuple(requests), tuple(blocks)
 
     def _expect(self, request: Request) -> None:
         tokens = (np.arange(request.num_prompt_tokens) * 7919 % self._vocabulary.size).tolist()
@@ -150,53 +111,62 @@ def profile_engine(
 ) -> Profile:
     """Measure a grid on an engine's model and limits; ``progress(done, total)`` is called after each step.
 
-    The engine must be idle. Its KV cache is used for the measurement, its requests are not.
+    The engine must be idle; its KV cache is used for the measurement. What does not fit its limits is left
+    out. ValueError if nothing fits (`Grid.fitting`), or if the engine is busy.
     """
     if engine.has_work:
         raise ValueError(f"the engine has {engine.num_live} live requests; profile an idle engine")
-    grid = grid or Grid()
-    limits, runner = engine.limits, engine.runner
-    bench = StepBench(
-        ModelRunner(runner.model, limits, engine.vocabulary.size, False, False, kv=runner.kv),
-        engine.vocabulary,
-        limits,
-    )
-    points = grid.shapes(limits)
-    order = random.Random(seed)
-    times: list[list[int]] = [[] for _ in points]
-    shapes: list[StepShape | None] = [None] * len(points)
-    total = len(points) * (num_repeats + 1)
-    for round_number in range(num_repeats + 1):
-        for index in order.sample(range(len(points)), len(points)):
-            shapes[index], spent = bench.measure(points[index][1], points[index][2])
-            # The first round warms up allocators and kernels.
-            if round_number:
-                times[index].append(spent)
-            if progress is not None:
-                progress(sum(map(len, times)) + min(round_number, 1) * len(points), total)
+    if num_repeats < 1:
+        raise ValueError(f"num_repeats is {num_repeats}; it must be at least 1")
+    grid, limits, runner = grid or GRIDS["standard"], engine.limits, engine.runner
+    points, rows = grid.fitting(limits)
+    own = ModelRunner(runner.model, limits, engine.vocabulary.size, False, False, kv=runner.kv)
+    bench = StepBench(own, engine.vocabulary, limits)
+    measures: list[Measure] = [lambda point=point: [bench.measure(point)] for point in points]
+    measures += [lambda n=n: _host_gaps(engine, n) for n in rows]
+    times = _interleaved(measures, num_repeats, seed, progress)
     steps = tuple(
-        StepPoint(kind, shape, *quantiles(spent), num_repeats)
-        for (kind, _, _), shape, spent in zip(points, shapes, times, strict=True)
-        if shape is not None
+        StepPoint(point.kind, point.shape, *quantiles(spent), len(spent))
+        for point, spent in zip(points, times, strict=False)
     )
-    host = tuple(_host_point(engine, rows) for rows in grid.host_rows if rows <= limits.max_num_seqs)
-    return Profile(_provenance(engine, model_name), steps, host)
+    host = tuple(
+        HostPoint(n, *quantiles(gaps), len(gaps)) for n, gaps in zip(rows, times[len(points) :], strict=True)
+    )
+    return Profile(_provenance(engine, model_name, grid, num_repeats, seed), steps, host)
 
 
-def _host_point(engine: Engine, num_rows: int, num_steps: int = 40) -> HostPoint:
-    """Decode with ``num_rows`` requests on a fresh engine and read the gaps between steps off its record."""
-    fresh = Engine(
-        engine.runner.model, engine.vocabulary, policy("mixed"), engine.limits, kv=engine.runner.kv
-    )
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+def _interleaved(
+    measures: Sequence[Measure],
+    num_repeats: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[list[int]]:
+    """What each measurement gave in all rounds but the first, which warms up allocators and kernels."""
+    times: list[list[int]] = [[] for _ in measures]
+    order, total, done = random.Random(seed), len(measures) * (num_repeats + 1), 0
+    for round_number in range(num_repeats + 1):
+        for index in order.sample(range(len(measures)), len(measures)):
+            found = measures[index]()
+            if round_number:
+                times[index] += found
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    return times
+
+
+def _host_gaps(engine: Engine, num_rows: int) -> list[int]:
+    """Decode with ``num_rows`` requests on a fresh engine; the gaps between its decode steps, in ns."""
+    spec = policy("mixed", watermark=0.0)
+    fresh = Engine(engine.runner.model, engine.vocabulary, spec, engine.limits, kv=engine.runner.kv)
+    params = SamplingParams(temperature=0.0, max_tokens=HOST_STEPS, ignore_eos=True)
     for row in range(num_rows):
-        fresh.submit([row % engine.vocabulary.size] * 8, params)
+        fresh.submit([row % engine.vocabulary.size] * HOST_PROMPT, params)
     while fresh.has_work:
         fresh.step()
     record = fresh.record()
     launch, commit = record.array("steps", "launch_ns"), record.array("steps", "commit_ns")
-    gaps = (launch[2:] - commit[1:-1]).tolist()
-    return HostPoint(num_rows, *quantiles(gaps), len(gaps))
+    return (launch[2:] - commit[1:-1]).tolist()
 
 
 def quantiles(values: Sequence[int]) -> tuple[int, int, int]:
@@ -205,17 +175,38 @@ def quantiles(values: Sequence[int]) -> tuple[int, int, int]:
     return round(low), round(middle), round(high)
 
 
-def _provenance(engine: Engine, model_name: str) -> dict[str, Any]:
+def device_name(device: torch.device | str) -> str:
+    """What the device calls itself."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _provenance(engine: Engine, model_name: str, grid: Grid, num_repeats: int, seed: int) -> dict[str, Any]:
     model = engine.runner.model
     config = {k: v for k, v in asdict(model.config).items() if isinstance(v, int | float | str | bool)}
     return {
         "model": model_name,
         "geometry": config,
         "device": str(model.device),
+        "device_name": device_name(model.device),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.attention.name,
-        "num_threads": torch.get_num_threads(),
         "limits": asdict(engine.limits),
-        "versions": {"torch": version("torch"), "pagedserve": version("pagedserve")},
+        "grid": {name: list(values) for name, values in asdict(grid).items()},
+        "num_repeats": num_repeats,
+        "seed": seed,
+        "versions": {
+            "pagedserve": pagedserve.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -1,11 +1,12 @@
 """What the CPU attention backend works out once a step: which blocks make which tiles, and what to mask.
 
 A *tile* is a fixed number of consecutive positions of one sequence, counted from position 0, whatever the
-batch. A decode group is cut into *levels*: level j holds the j-th tile of every sequence that has one,
-longest sequences first, so that each level's sequences are a prefix of the level before, and sums over tiles
-are plain slices.
+batch. A group of sequences (all that decode, say) is cut into *levels*: level j holds the j-th tile of every
+sequence that has one, longest sequences first, so that each level's sequences are a prefix of the level
+before, and sums over tiles are plain slices.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,28 +15,42 @@ import torch
 from pagedserve.kernels.attention import AttentionSpec, PagedBatch
 from pagedserve.kernels.kv_cache import KVCache
 
-MIN_TILE_TOKENS = 128
-"""Tiles are this many tokens, or the nearest smaller multiple of the block size, at least one block."""
-DECODE_TILES_AT_ONCE = 64
-"""Tiles gathered before they are used: few enough for their copy to stay in the outer cache."""
+TILE_TOKENS = 64
+TILE_MULTIPLE = 32
+"""Tiles are at most ``TILE_TOKENS``, but whole blocks and a multiple of ``TILE_MULTIPLE`` in any case."""
+GATHER_BYTES = 6 << 20
+"""A group's tiles are copied out this much at a time (at least one tile), to stay in the outer cache."""
+GROUP_ROWS = (1, 16)
+"""Sequences with up to this many query tokens are handled together, padded to it; longer chunks one by one."""
 QUERY_TILE = 64
-"""Query tokens of a prefill chunk handled together."""
+"""Query tokens of a long chunk handled together."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileGeometry:
-    """Sizes that hold for a whole run; ``blocks`` is blocks a tile."""
+    """Sizes that hold for a whole run; ``blocks`` is blocks a tile, ``at_once`` the decode tiles of a gather."""
 
     tokens: int
     blocks: int
+    at_once: int
     block_size: int
     zero_block: int
     num_kv_heads: int
 
     @classmethod
     def of(cls, cache: KVCache) -> "TileGeometry":
-        blocks = max(1, MIN_TILE_TOKENS // cache.block_size)
-        return cls(blocks * cache.block_size, blocks, cache.block_size, cache.zero_block, cache.num_kv_heads)
+        unit = math.lcm(cache.block_size, TILE_MULTIPLE)
+        tokens = unit * max(1, TILE_TOKENS // unit)
+        tile_bytes = 2 * cache.num_kv_heads * tokens * cache.head_dim * cache.data.element_size()
+        at_once = max(1, GATHER_BYTES // tile_bytes)
+        return cls(
+            tokens,
+            tokens // cache.block_size,
+            at_once,
+            cache.block_size,
+            cache.zero_block,
+            cache.num_kv_heads,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +61,37 @@ class Gather:
     rows: torch.Tensor
     """[2 * num_tiles * num_kv_heads * blocks] int64 rows of a layer seen as rows of one head's block."""
     unwritten: torch.Tensor | None
-    """Rows of the copy, seen as rows of head_dim numbers, whose values no token wrote; None if none."""
+    """Rows of the copy, seen as rows of head_dim numbers, that no token wrote; None if none. To be zeroed:
+    what they hold, NaN perhaps, must not meet a weight of 0 or a bias of -inf."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeChunk:
-    """Some tiles of a decode group; ``sequence`` [n] says whose, by place in the group."""
+class GroupChunk:
+    """Some tiles of a group; ``sequence`` [n] says whose, by place in the group."""
 
     gather: Gather
     sequence: torch.Tensor
     masked: torch.Tensor | None
     """Which tiles have positions to hide; None if none has."""
-    hidden: torch.Tensor | None
-    """[len(masked), 1, 1, tile tokens] bool, True where the position must not be seen."""
+    bias: torch.Tensor | None
+    """[len(masked), 1, rows, 1, tile tokens] float32: -inf where a position must not be seen, 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """All sequences with one query token, longest first; ``tokens`` [S] are their rows in the batch."""
+class QueryGroup:
+    """Sequences with up to ``rows`` query tokens each, longest first."""
 
+    rows: int
     tokens: torch.Tensor
+    """[S, rows] tokens of the batch; a sequence with fewer repeats its last one."""
+    kept: torch.Tensor | None
+    """Which of the S * rows are no repetition; None if none is."""
+    written: torch.Tensor
+    """The tokens of the batch that those are."""
     level_sizes: tuple[int, ...]
     sequence: torch.Tensor
     """[sum(level_sizes)] place in the group of every tile, level by level."""
-    chunks: tuple[DecodeChunk, ...]
+    chunks: tuple[GroupChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +104,13 @@ class QueryTile:
     last: int
     masked_from: int
     """Tiles from this one on (counted from ``first``) have positions to hide; with a window, all of them."""
-    hidden: torch.Tensor
-    """[tiles masked, 1, tokens, 1, tile tokens] bool."""
+    bias: torch.Tensor
+    """[tiles masked, 1, tokens, 1, tile tokens] float32, as in a group chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """One sequence with several query tokens."""
+    """One sequence with many query tokens."""
 
     gather: Gather
     tiles: tuple[QueryTile, ...]
@@ -96,60 +118,85 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    decode: DecodeGroup | None
+    groups: tuple[QueryGroup, ...]
     prefills: tuple[PrefillChunk, ...]
     scratch_rows: int
     """Rows of the largest gather."""
 
 
 def make_plan(batch: PagedBatch, cache: KVCache, spec: AttentionSpec) -> CpuPlan:
-    """Split the batch into one decode group and the prefill chunks, and index both."""
+    """Split the batch into groups of sequences with few query tokens and single long chunks; index both."""
     geometry = TileGeometry.of(cache)
     tables = batch.block_tables.numpy().astype(np.int64)
     starts = batch.query_start.numpy().astype(np.int64)
     contexts = batch.context_lens.numpy().astype(np.int64)
-    counts = np.diff(starts)
-    single = np.flatnonzero(counts == 1)
-    decode = None
-    if len(single):
-        decode = _decode_group(tables[single], starts[single], contexts[single] + 1, geometry, spec)
+    counts, starts = np.diff(starts), starts[:-1]
+    groups, above = [], 0
+    for rows in GROUP_ROWS:
+        who = np.flatnonzero((counts > above) & (counts <= rows))
+        if len(who):
+            groups.append(_group(rows, tables[who], starts[who], counts[who], contexts[who], geometry, spec))
+        above = rows
     prefills = tuple(
         _prefill_chunk(tables[s], int(starts[s]), int(counts[s]), int(contexts[s]), geometry, spec)
-        for s in np.flatnonzero(counts > 1)
+        for s in np.flatnonzero(counts > above)
     )
-    gathers = [chunk.gather for chunk in prefills] + [
-        chunk.gather for chunk in (decode.chunks if decode else ())
-    ]
-    return CpuPlan(decode, prefills, max((len(gather.rows) for gather in gathers), default=0))
+    gathers = [chunk.gather for group in groups for chunk in group.chunks]
+    gathers += [chunk.gather for chunk in prefills]
+    return CpuPlan(tuple(groups), prefills, max((len(gather.rows) for gather in gathers), default=0))
 
 
-def _decode_group(
-    tables: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, geometry: TileGeometry, spec: AttentionSpec
-) -> DecodeGroup:
-    first_seen = _first_seen(lengths - 1, spec.sliding_window)
-    first_tile = first_seen // geometry.tokens
+def _group(
+    rows: int,
+    tables: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    contexts: np.ndarray,
+    geometry: TileGeometry,
+    spec: AttentionSpec,
+) -> QueryGroup:
+    lengths = contexts + counts
+    first_tile = _first_seen(contexts, spec.sliding_window) // geometry.tokens
     num_tiles = -(-lengths // geometry.tokens) - first_tile
     order = np.argsort(-num_tiles, kind="stable")
-    tables, tokens, lengths = tables[order], tokens[order], lengths[order]
-    first_seen, first_tile, num_tiles = first_seen[order], first_tile[order], num_tiles[order]
-    sizes = [int(np.count_nonzero(num_tiles > level)) for level in range(int(num_tiles[0]))]
+    tables, contexts, lengths, first_tile = tables[order], contexts[order], lengths[order], first_tile[order]
+    sizes = [int(np.count_nonzero(num_tiles > level)) for level in range(int(num_tiles.max()))]
     place = np.concatenate([np.arange(size) for size in sizes])
     tile = np.repeat(np.arange(len(sizes)), sizes) + first_tile[place]
+    queries = np.minimum(contexts[:, None] + np.arange(rows), lengths[:, None] - 1)  # positions [S, rows]
+    seen_from = _first_seen(queries, spec.sliding_window)
     chunks = []
-    for begin in range(0, len(place), DECODE_TILES_AT_ONCE):
-        who, which = place[begin : begin + DECODE_TILES_AT_ONCE], tile[begin : begin + DECODE_TILES_AT_ONCE]
-        positions = which[:, None] * geometry.tokens + np.arange(geometry.tokens)
-        hidden = (positions >= lengths[who, None]) | (positions < first_seen[who, None])
-        masked = np.flatnonzero(hidden.any(axis=1))
-        chunks.append(
-            DecodeChunk(
-                gather=_gather(tables[who], which, lengths[who], first_seen[who], geometry),
-                sequence=torch.from_numpy(who),
-                masked=torch.from_numpy(masked) if len(masked) else None,
-                hidden=torch.from_numpy(hidden[masked][:, None, None, :]) if len(masked) else None,
-            )
-        )
-    return DecodeGroup(torch.from_numpy(tokens), tuple(sizes), torch.from_numpy(place), tuple(chunks))
+    for begin in range(0, len(place), geometry.at_once):
+        who, which = place[begin : begin + geometry.at_once], tile[begin : begin + geometry.at_once]
+        gather = _gather(tables[who], which, lengths[who], seen_from[who, 0], geometry)
+        keys = which[:, None] * geometry.tokens + np.arange(geometry.tokens)
+        chunks.append(_group_chunk(gather, who, keys, queries[who], seen_from[who]))
+    tokens = starts[order, None] + (queries - contexts[:, None])
+    fresh = (np.arange(rows) < (lengths - contexts)[:, None]).reshape(-1)
+    return QueryGroup(
+        rows=rows,
+        tokens=torch.from_numpy(tokens),
+        kept=None if fresh.all() else torch.from_numpy(np.flatnonzero(fresh)),
+        written=torch.from_numpy(tokens.reshape(-1)[fresh]),
+        level_sizes=tuple(sizes),
+        sequence=torch.from_numpy(place),
+        chunks=tuple(chunks),
+    )
+
+
+def _group_chunk(
+    gather: Gather, sequence: np.ndarray, keys: np.ndarray, queries: np.ndarray, seen_from: np.ndarray
+) -> GroupChunk:
+    """Mask tiles with key positions [n, T] for queries at [n, rows], which see from ``seen_from`` [n, rows] on."""
+    edge = np.flatnonzero((keys[:, -1] > queries[:, 0]) | (keys[:, 0] < seen_from[:, -1]))
+    keys = keys[:, None, :]
+    hidden = (keys[edge] > queries[edge, :, None]) | (keys[edge] < seen_from[edge, :, None])
+    return GroupChunk(
+        gather=gather,
+        sequence=torch.from_numpy(sequence),
+        masked=torch.from_numpy(edge) if len(edge) else None,
+        bias=_bias(hidden[:, None, :, None, :]) if len(edge) else None,
+    )
 
 
 def _prefill_chunk(
@@ -178,10 +225,14 @@ def _prefill_chunk(
                 first - base,
                 last - base,
                 clear,
-                torch.from_numpy(np.ascontiguousarray(hidden))[:, None, :, None, :],
+                _bias(hidden[:, None, :, None, :]),
             )
         )
     return PrefillChunk(gather, tuple(parts))
+
+
+def _bias(hidden: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0.0)))
 
 
 def _first_seen(positions: np.ndarray, window: int | None) -> np.ndarray:
@@ -205,8 +256,6 @@ def _gather(
     tile, offset = np.nonzero((positions >= lengths[:, None]) & (positions < written_to[:, None]))
     unwritten = None
     if len(tile):
-        head_rows = ((len(tiles) + tile[:, None]) * heads + np.arange(heads)) * geometry.tokens + offset[
-            :, None
-        ]
-        unwritten = torch.from_numpy(head_rows.reshape(-1))
+        lane_rows = (np.arange(2)[:, None, None] * len(tiles) + tile[:, None]) * heads + np.arange(heads)
+        unwritten = torch.from_numpy((lane_rows * geometry.tokens + offset[:, None]).reshape(-1))
     return Gather(len(tiles), torch.from_numpy(rows.reshape(-1)), unwritten)

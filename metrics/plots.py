@@ -8,6 +8,7 @@ expression of a notebook cell. Colours keep apart for colour-blind readers; a la
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ WIDTH_IN = 9.0  # about the width of a README: type stays readable without zoomi
 NUM_BINS = 240  # time bins of a long run: more than the pixels of a line's bends, few enough to be smooth
 NUM_ECDF_POINTS = 1000
 PERCENTILES = (0.5, 0.9, 0.99, 0.999)
+LABEL_CHARS, LEGEND_CHARS = 28, 105  # beside bars before wrapping; in a row of a legend, marks included
 INK, FAINT = "#3a3f45", "#868d94"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))  # the palette has ten colours: each further ten get a dash
 STYLE: dict[Any, Any] = {
@@ -124,13 +126,27 @@ def policies_compared(records: Mapping[str, RunRecord]) -> Figure:
     labels = list(records)
     num_columns = 3
     num_rows = math.ceil(len(POLICY_COLUMNS) / num_columns)
-    height = num_rows * (0.75 + 0.27 * len(labels))
+    names = [_wrapped(label) for label in labels]
+    bar_in = max(0.27, 0.06 + 0.15 * max((name.count("\n") + 1 for name in names), default=1))
+    height = num_rows * (0.85 + bar_in * len(labels))
     with _figure(records, num_rows, num_columns, height, legend=False) as (figure, axes, looks):
         for panel, shown in zip(axes.flat, POLICY_COLUMNS, strict=False):
             _draw_bars(panel, shown, [table.loc[label, shown.metric] for label in labels], looks)
         for panel in axes[:, 0]:
-            panel.set_yticks(range(len(labels)), labels)
+            panel.set_yticks(range(len(labels)), names)
     return figure
+
+
+def _wrapped(label: str) -> str:
+    """The label on lines of ``LABEL_CHARS`` characters, broken behind a comma, slash or space where it can be."""
+    lines = [""]
+    for part in re.findall(r"[^,/ ]*[,/ ]|[^,/ ]+", label):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > LABEL_CHARS:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1].rstrip()) > LABEL_CHARS:
+            lines[-1:] = [lines[-1][:LABEL_CHARS], lines[-1][LABEL_CHARS:]]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @contextmanager
@@ -172,7 +188,16 @@ def _figure(
         yield figure, axes, looks
         if legend and len(labels) > 1:
             handles = [Line2D([], [], **{**look, "linewidth": 3}) for look in looks.values()]
-            figure.legend(handles, list(labels), loc="outside upper left", ncols=min(4, len(labels)))
+            figure.legend(handles, list(labels), loc="outside upper left", ncols=_num_columns(list(labels)))
+
+
+def _num_columns(labels: list[str]) -> int:
+    """As many columns as the width has room for, each as wide as its longest label."""
+    for count in range(min(4, len(labels)), 1, -1):
+        columns = np.array_split(np.array(labels, object), count)
+        if sum(max(map(len, column)) + 8 for column in columns) <= LEGEND_CHARS:
+            return count
+    return 1
 
 
 def _title(axes: Axes, what: str, better: str = "") -> None:
@@ -242,8 +267,7 @@ def _draw_over_time(
             panel.plot(centres, values, **looks[label])
             if len(records) == 1:
                 panel.fill_between(centres, values, color=looks[label]["color"], alpha=0.15, linewidth=0)
-    panels[-1].set_xlabel(f"{unit} since the first step")
-    panels[-1].set_xlim(0, longest / per_unit or 1.0)
+    panels[-1].set(xlabel=f"{unit} since the first step", xlim=(0, longest / per_unit or 1.0))
 
 
 def _binned_mean(record: RunRecord, timeline: Timeline, edges: np.ndarray, name: str) -> np.ndarray:
@@ -266,10 +290,11 @@ def _draw_bars(
     for place, (value, width) in enumerate(zip(values, scaled, strict=True)):
         text = shown.text(value)
         axes.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    _title(axes, shown.heading, f"{shown.better} is better" if shown.better else "")
-    axes.set_xlim(0, 1.25 * max(scaled, default=0) or 1.0)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    _title(axes, shown.heading)
+    # Below the bars: beside the title there is no room once labels are long.
+    hint = f"{shown.better} is better" if shown.better else ""
+    axes.set_xlabel(hint, loc="left", fontsize=8.5, color=FAINT, labelpad=3)
+    axes.set(xticks=[], yticks=[], xlim=(0, 1.25 * max(scaled, default=0) or 1.0))
     axes.grid(False)
     axes.invert_yaxis()
     axes.spines["bottom"].set_visible(False)

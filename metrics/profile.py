@@ -11,6 +11,7 @@ from typing import Any
 from pagedserve.policy.plan import StepShape
 
 PROFILE_VERSION = 1
+STEP_KINDS = ("chunk", "decode", "mixed")
 
 
 class ProfileError(ValueError):
@@ -34,7 +35,7 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class HostPoint:
-    """Host time between one step's end and the next one's launch, with ``num_rows`` sampled rows, in ns."""
+    """Host time from one decode step's commit to the next one's launch, with ``num_rows`` rows, in ns."""
 
     num_rows: int
     p20_ns: int
@@ -47,7 +48,8 @@ class HostPoint:
 class Profile:
     """All measurements of one device, dtype and model, and how they were taken.
 
-    ``provenance`` names device, dtype, threads, attention backend, model and geometry, versions and date.
+    ``provenance`` holds plain JSON values: device, dtype, threads, attention backend, model and geometry,
+    limits, grid, versions and date.
     """
 
     provenance: dict[str, Any]
@@ -55,7 +57,7 @@ class Profile:
     host: tuple[HostPoint, ...]
 
     def sha256(self) -> str:
-        """The hash of the content, which a validation states beside its result."""
+        """The hash of the content, which a validation states beside its result; the same after a load."""
         return sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
@@ -69,34 +71,88 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write one JSON file, whole or not at all."""
         path = Path(path)
+        text = json.dumps(self._content(), indent=1, allow_nan=False) + "\n"
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; raises `ProfileError` naming the file and what is wrong with it."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ProfileError(f"{path}: cannot be read as a profile: {error}") from error
         version = content.get("format_version") if isinstance(content, dict) else None
         if version != PROFILE_VERSION:
             raise ProfileError(f"{path}: format_version is {version!r}; this version reads {PROFILE_VERSION}")
         try:
-            steps = tuple(_step(row) for row in content["steps"])
-            host = tuple(HostPoint(**row) for row in content["host"])
-            return cls(content["provenance"], steps, host)
-        except (KeyError, TypeError) as error:
-            raise ProfileError(
-                f"{path}: a measurement is incomplete or has unknown fields: {error}"
-            ) from error
+            _require(set(content), {"format_version", "provenance", "steps", "host"}, "the profile")
+            if not isinstance(content["provenance"], dict):
+                raise ProfileError(f"provenance: expected an object, found {content['provenance']!r}")
+            return cls(
+                content["provenance"],
+                tuple(_step_point(row, f"steps[{i}]") for i, row in enumerate(_rows(content, "steps"))),
+                tuple(_host_point(row, f"host[{i}]") for i, row in enumerate(_rows(content, "host"))),
+            )
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
 
 
-def _step(row: dict[str, Any]) -> StepPoint:
-    shape = dict(row["shape"])
-    unknown = set(shape) - {field.name for field in fields(StepShape)}
-    if unknown:
-        raise TypeError(f"shape has {', '.join(sorted(unknown))}")
-    shape["chunks"] = tuple((tokens, context) for tokens, context in shape["chunks"])
-    return StepPoint(**{**row, "shape": StepShape(**shape)})
+def _rows(content: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(content[name], list) or not content[name]:
+        raise ProfileError(f"{name}: expected a list of measurements, found {content[name]!r:.40}")
+    return content[name]
+
+
+def _step_point(row: Any, where: str) -> StepPoint:
+    _require_fields(row, StepPoint, where)
+    if row["kind"] not in STEP_KINDS:
+        raise ProfileError(f"{where}.kind: expected one of {', '.join(STEP_KINDS)}, found {row['kind']!r}")
+    _check_times(row, where)
+    return StepPoint(**{**row, "shape": _shape(row["shape"], f"{where}.shape")})
+
+
+def _host_point(row: Any, where: str) -> HostPoint:
+    _require_fields(row, HostPoint, where)
+    _check_times(row, where)
+    return HostPoint(**{**row, "num_rows": _whole(row["num_rows"], f"{where}.num_rows", 1)})
+
+
+def _shape(row: Any, where: str) -> StepShape:
+    _require_fields(row, StepShape, where)
+    numbers = {name: _whole(value, f"{where}.{name}") for name, value in row.items() if name != "chunks"}
+    chunks = row["chunks"]
+    if not isinstance(chunks, list) or not all(isinstance(c, list) and len(c) == 2 for c in chunks):
+        raise ProfileError(f"{where}.chunks: expected pairs of tokens and context, found {chunks!r}")
+    pairs = tuple((_whole(c[0], f"{where}.chunks", 1), _whole(c[1], f"{where}.chunks")) for c in chunks)
+    return StepShape(chunks=pairs, **numbers)
+
+
+def _check_times(row: dict[str, Any], where: str) -> None:
+    times = [_whole(row[name], f"{where}.{name}") for name in ("p20_ns", "p50_ns", "p80_ns")]
+    if times != sorted(times):
+        raise ProfileError(f"{where}: p20_ns, p50_ns and p80_ns are {times}; quantiles cannot fall")
+    _whole(row["num_repeats"], f"{where}.num_repeats", 1)
+
+
+def _whole(value: Any, where: str, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ProfileError(f"{where}: expected a whole number of at least {least}, found {value!r}")
+    return value
+
+
+def _require_fields(row: Any, kind: Any, where: str) -> None:
+    if not isinstance(row, dict):
+        raise ProfileError(f"{where}: expected an object, found {row!r}")
+    _require(set(row), {field.name for field in fields(kind)}, where)
+
+
+def _require(found: set[str], wanted: set[str], where: str) -> None:
+    if missing := wanted - found:
+        raise ProfileError(f"{where}: {', '.join(sorted(missing))} is missing")
+    if unknown := found - wanted:
+        raise ProfileError(f"{where}: {', '.join(sorted(unknown))} is unknown")

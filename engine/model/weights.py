@@ -70,13 +70,17 @@ def check_tensors(config: ModelConfig, source: TensorSource) -> None:
     A tied ``lm_head.weight`` and stored rotary frequencies are redundant and allowed.
     """
     expected, found = expected_shapes(config), source.shapes()
-    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-    for name, shape in found.items():
-        if name in expected:
-            if tuple(shape) != expected[name]:
-                problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
-        elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-            problems.append(f"unexpected {name} {list(shape)}")
+    problems = [
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    problems += [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [
+        f"unexpected {name} {list(shape)}"
+        for name, shape in found.items()
+        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+    ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise WeightsError(f"weights do not fit the model config: {'; '.join(problems[:8])}{more}")

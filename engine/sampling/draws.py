@@ -1,8 +1,7 @@
 """Tokens for the rows that use noise, by what their filters need.
 
-On a CPU the few largest logits are tried first: most filters keep no other token, and that can be checked.
-Rows that fail the check take the same filters over the whole vocabulary, as all rows do on a device, where
-checking would mean waiting. Which way a row goes follows from the row alone, so neighbours do not matter.
+On a CPU what lies far below a filter's floor is dropped before the exact work, so that little of it is as
+long as the vocabulary. Elsewhere that would mean waiting for the device. Both ways give the same token.
 """
 
 from dataclasses import dataclass
@@ -10,17 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedserve.engine.sampling.filters import (
-    cut,
-    first_k,
-    floor_and_quota,
-    keep_nucleus,
-    keep_top_k,
-    share,
-)
+from pagedserve.engine.sampling.filters import boundary_bin, cut, floor_and_quota, narrow, share
 from pagedserve.engine.sampling.fixed_point import draw, fixed_point_weights
 
-NUM_NEAR = 128
+NARROWING_DEVICES = {"cpu"}
+# Beyond this share of the vocabulary, moving the tokens together costs more than it saves.
+MAX_NARROW = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +32,9 @@ class RandomRows:
     top_p: Tensor
     words: Tensor
 
-    def take(self, rows: Tensor | slice) -> "RandomRows":
-        """Some of the rows, by mask or slice."""
-        return RandomRows(
-            logits=self.logits[rows],
-            peaks=self.peaks[rows],
-            temperature=self.temperature[rows],
-            min_weight=None if self.min_weight is None else self.min_weight[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            words=self.words[rows],
-        )
-
-    def weights(self, logits: Tensor) -> Tensor:
-        """Fixed-point weights of the rows' logits [R, N], all or some of them, by temperature and min_p."""
-        weights = fixed_point_weights(logits, self.peaks, self.temperature)
+    def weights(self) -> Tensor:
+        """The distribution after temperature and min_p, int64 [R, V]."""
+        weights = fixed_point_weights(self.logits, self.peaks, self.temperature)
         if self.min_weight is not None:
             weights.mul_(weights >= self.min_weight.unsqueeze(-1))
         return weights
@@ -60,67 +42,39 @@ class RandomRows:
 
 def draw_plain(rows: RandomRows) -> Tensor:
     """Tokens [R] with temperature and min_p only."""
-    return draw(rows.weights(rows.logits), rows.words)
+    return draw(rows.weights(), rows.words)
 
 
 def draw_top_k(rows: RandomRows, largest_k: int) -> Tensor:
-    """Tokens [R] of rows that have a top_k, at most largest_k."""
-    if not _has_near(rows):
-        return _draw_top_k_of_all(rows, largest_k)
-    ids = _near_ids(rows)
-    near = rows.weights(rows.logits.gather(-1, ids))
-    ranked, edge = _rank(near)
-    leaders = first_k(ranked, rows.top_k)
-    kept = cut(near, *floor_and_quota(leaders, share(rows.top_p, leaders.sum(dim=-1))))
-    tokens = _pick(ids, kept, rows)
-    last_kept = ranked.gather(-1, rows.top_k.clamp(max=NUM_NEAR).unsqueeze(-1) - 1).squeeze(-1)
-    far = (last_kept <= edge) | (rows.top_k >= NUM_NEAR)
-    if far.any():
-        tokens[far] = _draw_top_k_of_all(rows.take(far), largest_k)
-    return tokens
+    """Tokens [R] of rows that have a top_k, at most largest_k, and perhaps a top_p of what top_k leaves.
+
+    Exactly k tokens stay, of equals the lower ids, so that k = 1 is the greedy choice.
+    """
+    weights = rows.weights()
+    leaders = weights.topk(largest_k, dim=-1).values
+    leaders.mul_(torch.arange(largest_k, device=weights.device) < rows.top_k.unsqueeze(-1))
+    limit = share(rows.top_p, leaders.sum(dim=-1))
+    return _draw_leading(weights, *floor_and_quota(leaders, limit), rows.words)
 
 
 def draw_nucleus(rows: RandomRows) -> Tensor:
-    """Tokens [R] of rows that have a top_p and no top_k."""
-    weights = rows.weights(rows.logits)
+    """Tokens [R] of rows that have a top_p (the nucleus of Holtzman et al. 2020) and no top_k."""
+    weights = rows.weights()
     limit = share(rows.top_p, weights.sum(dim=-1))
-    if not _has_near(rows):
-        return draw(keep_nucleus(weights, limit), rows.words)
-    ids = _near_ids(rows)
-    near = weights.gather(-1, ids)
-    ranked, edge = _rank(near)
-    floor, quota = floor_and_quota(ranked, limit)
-    tokens = _pick(ids, cut(near, floor, quota), rows)
-    far = (ranked.sum(dim=-1) < limit) | (floor.squeeze(-1) <= edge)
-    if far.any():
-        tokens[far] = draw(keep_nucleus(weights[far], limit[far]), rows.words[far])
-    return tokens
+    leaders = weights
+    if weights.device.type in NARROWING_DEVICES:
+        low, high, limit = boundary_bin(weights, limit)
+        _, leaders = narrow(weights, (weights >= low) & (weights < high))
+    # float32 holds a weight exactly and sorts faster.
+    leaders = leaders.float().sort(dim=-1, descending=True).values.to(torch.int64)
+    return _draw_leading(weights, *floor_and_quota(leaders, limit), rows.words)
 
 
-def _draw_top_k_of_all(rows: RandomRows, largest_k: int) -> Tensor:
-    weights = rows.weights(rows.logits)
-    return draw(keep_top_k(weights, rows.top_k, rows.top_p, largest_k), rows.words)
-
-
-def _has_near(rows: RandomRows) -> bool:
-    return rows.logits.device.type == "cpu" and rows.logits.shape[-1] > NUM_NEAR
-
-
-def _near_ids(rows: RandomRows) -> Tensor:
-    """The tokens with the largest logits, in id order, as a draw needs them [R, NUM_NEAR]."""
-    return rows.logits.topk(NUM_NEAR, dim=-1).indices.sort(dim=-1).values
-
-
-def _rank(near: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights in falling order, and the edge [R]: no token outside weighs more.
-
-    Logits, not weights, said what is near; exp can round a smaller logit up and a larger one down, hence the
-    margin. Where the last weighs nothing, nothing lies outside.
-    """
-    ranked = near.sort(dim=-1, descending=True).values
-    last = ranked[:, -1]
-    return ranked, torch.where(last > 0, last + (last >> 16) + 1, -1)
-
-
-def _pick(ids: Tensor, kept: Tensor, rows: RandomRows) -> Tensor:
-    return ids.gather(-1, draw(kept, rows.words).unsqueeze(-1)).squeeze(-1)
+def _draw_leading(weights: Tensor, floor: Tensor, quota: Tensor, words: Tensor) -> Tensor:
+    """Tokens [R] from what floor and quota [R, 1] keep."""
+    leading = weights >= floor
+    if weights.device.type not in NARROWING_DEVICES or leading.sum() > MAX_NARROW * leading.numel():
+        return draw(cut(weights, floor, quota), words)
+    ids, near = narrow(weights, leading)
+    index = draw(cut(near, floor, quota), words)
+    return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""top_k and top_p on fixed-point weights, exactly and without sorting the vocabulary.
+"""top_k and top_p on fixed-point weights, exactly.
 
 Both keep the leading tokens in one order: weight down, then id up. So what stays is named by a floor and a
 quota: every token above the floor, and the first `quota` of those at it. All sums and counts are integers.
@@ -10,38 +10,12 @@ from torch import Tensor
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS
 
 # A weight has 24 significant bits, so float32 holds it exactly, and the bits of a positive float32 sort like
-# the number. They are split in two digits: the exponent with 9 bits of the fraction, and the other 14 bits.
-FINE_BITS = 14
-NUM_FINE = 1 << FINE_BITS
-FIRST_COARSE = (127 << 23) >> FINE_BITS  # the digit of weight one
-NUM_COARSE = (SCALE_BITS << (23 - FINE_BITS)) + 1
-
-
-def keep_top_k(weights: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) -> Tensor:
-    """The weights with zero outside each row's top k, then outside the nucleus of what is left.
-
-    weights: int64 [R, V], some positive in each row. top_k: int64 [R], from 1 to largest_k, at most V;
-    exactly k stay. top_p: float64 [R], as in `keep_nucleus`, relative to the mass of the top k.
-    """
-    leaders = first_k(weights.topk(largest_k, dim=-1).values, top_k)
-    return cut(weights, *floor_and_quota(leaders, share(top_p, leaders.sum(dim=-1))))
-
-
-def keep_nucleus(weights: Tensor, limit: Tensor) -> Tensor:
-    """The weights with zero outside each row's nucleus (Holtzman et al. 2020).
-
-    weights: int64 [R, V]. limit: int64 [R], from 1 to the row's mass, see `share`. The nucleus is the
-    shortest run of leading tokens that holds the limit: the token that crosses the line is kept, as in vLLM.
-    Its end is found by radix selection on the weights: two histograms instead of a sort.
-    """
-    bits = weights.float().view(torch.int32).to(torch.int64)
-    coarse = ((bits >> FINE_BITS) - FIRST_COARSE).clamp_(min=0)  # weight zero joins one: it has no mass
-    coarse_digit, limit = _digit_that_reaches(limit, coarse, weights, NUM_COARSE)
-    contested = weights * (coarse == coarse_digit)
-    fine_digit, limit = _digit_that_reaches(limit, bits & (NUM_FINE - 1), contested, NUM_FINE)
-    floor_bits = ((coarse_digit + FIRST_COARSE) << FINE_BITS) | fine_digit
-    floor = floor_bits.to(torch.int32).view(torch.float32).to(torch.int64)
-    return cut(weights, floor, (limit.unsqueeze(-1) + floor - 1) // floor)
+# the number. Counted from those of weight one, the upper ones (the exponent and five bits more) name one of
+# these bins.
+BITS_OF_ONE = 127 << 23
+BIN_SHIFT = 18
+NUM_BINS = 2048
+assert SCALE_BITS << 23 >> BIN_SHIFT < NUM_BINS
 
 
 def share(top_p: Tensor, mass: Tensor) -> Tensor:
@@ -50,14 +24,11 @@ def share(top_p: Tensor, mass: Tensor) -> Tensor:
     return torch.where(top_p < 1, (top_p * mass.double()).ceil().to(torch.int64), mass)
 
 
-def first_k(leaders: Tensor, top_k: Tensor) -> Tensor:
-    """Leaders [R, K] in falling order, with zero from the row's top_k [R] on."""
-    ranks = torch.arange(leaders.shape[-1], device=leaders.device)
-    return leaders * (ranks < top_k.unsqueeze(-1))
-
-
 def floor_and_quota(leaders: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """Floor and quota [R, 1] of the shortest run of falling leaders [R, K] that holds the limit [R]."""
+    """Floor and quota [R, 1] of the shortest run of falling leaders [R, K] that holds the limit [R].
+
+    The token that crosses the line is kept, as in vLLM's top_p.
+    """
     kept = (leaders.cumsum(dim=-1) - leaders) < limit.unsqueeze(-1)
     floor = leaders.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
     return floor, (kept & (leaders == floor)).sum(dim=-1, keepdim=True)
@@ -70,13 +41,38 @@ def cut(weights: Tensor, floor: Tensor, quota: Tensor) -> Tensor:
     return weights * ((weights > floor) | (at_floor & within))
 
 
-def _digit_that_reaches(
-    limit: Tensor, digits: Tensor, weights: Tensor, num_digits: int
-) -> tuple[Tensor, Tensor]:
-    """From the largest digit down, the one whose mass reaches the limit [R, 1], and what it must give [R]."""
-    mass = torch.zeros(len(digits), num_digits, dtype=torch.int64, device=digits.device)
-    mass = mass.scatter_add_(1, digits, weights).flip(-1)
+def boundary_bin(weights: Tensor, limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens a nucleus ends among, from one histogram of the weights [R, V].
+
+    They weigh low <= weight < high, both [R, 1]; those above are kept and hold all of the limit [R] but the
+    rest [R].
+    """
+    bits = weights.float().view(torch.int32).to(torch.int64) - BITS_OF_ONE
+    bins = (bits >> BIN_SHIFT) & (NUM_BINS - 1)  # weight zero falls anywhere and adds nothing
+    mass = torch.zeros(len(weights), NUM_BINS, dtype=torch.int64, device=weights.device)
+    mass = mass.scatter_add_(1, bins, weights).flip(-1)
     running = mass.cumsum(dim=-1)
     index = torch.searchsorted(running, limit.unsqueeze(-1))
-    above = running.gather(-1, index) - mass.gather(-1, index)
-    return num_digits - 1 - index, limit - above.squeeze(-1)
+    rest = limit - (running.gather(-1, index) - mass.gather(-1, index)).squeeze(-1)
+    lowest_bits = ((NUM_BINS - 1 - index) << BIN_SHIFT) + BITS_OF_ONE
+    low, high = (
+        bits.to(torch.int32).view(torch.float32).to(torch.int64)
+        for bits in (lowest_bits, lowest_bits + (1 << BIN_SHIFT))
+    )
+    return low, high, rest
+
+
+def narrow(weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and weights [R, W] of the chosen tokens (a mask of weights [R, V]), in id order; waits for a device.
+
+    W is the longest row's number of them; shorter rows end in tokens of weight zero.
+    """
+    rows, ids = chosen.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(weights))
+    columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    shape = (len(weights), int(counts.max()))
+    near_ids = torch.zeros(shape, dtype=torch.int64, device=rows.device)
+    near = torch.zeros_like(near_ids)
+    near_ids[rows, columns] = ids
+    near[rows, columns] = weights[rows, ids]
+    return near_ids, near

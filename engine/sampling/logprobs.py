@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS, fixed_point_weights
+from pagedserve.engine.sampling.groups import row_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,25 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobB
 
     Each row needs a finite peak; others give garbage in their own row. Logprobs are float64.
     """
+    parts = [
+        _gather_part(logits[part], token_ids[part].unsqueeze(-1), num_top)
+        for part in row_groups(0, len(logits), logits)
+    ]
+    chosen, ranks, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return LogprobBatch(token_ids, chosen, ranks, top_ids, top)
+
+
+def _gather_part(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chosen, ranks, top ids and top logprobs, for token_ids [N, 1]."""
     peak = logits.amax(dim=-1)
     totals = fixed_point_weights(logits, peak, torch.ones_like(peak)).sum(dim=-1)
-    log_normaliser = peak.double() + (totals.double().log() - SCALE_BITS * math.log(2.0))
-    own = logits.gather(-1, token_ids.unsqueeze(-1))
+    log_normaliser = (peak.double() + (totals.double().log() - SCALE_BITS * math.log(2.0))).unsqueeze(-1)
+    own = logits.gather(-1, token_ids)
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    ahead = (logits > own) | ((logits == own) & (ids < token_ids.unsqueeze(-1)))
+    ahead = (logits > own) | ((logits == own) & (ids < token_ids))
     values, top_ids = top_tokens(logits, num_top)
-    return LogprobBatch(
-        token_ids=token_ids,
-        chosen=own.squeeze(-1).double() - log_normaliser,
-        ranks=ahead.sum(dim=-1) + 1,
-        top_ids=top_ids,
-        top=values.double() - log_normaliser.unsqueeze(-1),
-    )
+    chosen = (own.double() - log_normaliser).squeeze(-1)
+    return chosen, ahead.sum(dim=-1) + 1, top_ids, values.double() - log_normaliser
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

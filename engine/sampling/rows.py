@@ -147,7 +147,9 @@ class SamplingRows:
         where = np.asarray(positions, dtype=np.int64)
         order = _random_rows(rows)
         random = rows[order]
-        words = noise_words(random["seed"], where[order], random["sample_index"])
+        words = np.zeros(0, dtype=np.int64)
+        if len(random):
+            words = noise_words(random["seed"], where[order], random["sample_index"])
         return SamplingBatch(
             self.vocab_size, layout, self._to_device(words), self._suppress(requests, rows, where)
         )

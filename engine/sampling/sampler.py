@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 
 from pagedserve.engine.sampling.draws import RandomRows, draw_nucleus, draw_plain, draw_top_k
+from pagedserve.engine.sampling.groups import row_groups
 from pagedserve.engine.sampling.logprobs import LogprobBatch, PositionLogprobs, gather_logprobs
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingLayout
-
-# Rows are taken in groups of this many logits, which shows in no result. That bounds scratch space to 128 MiB
-# a tensor, and on a CPU to what the allocator keeps at hand instead of mapping and clearing it each step.
-MAX_GROUP_LOGITS = {"cpu": 1 << 18}
-MAX_GROUP_LOGITS_ELSEWHERE = 1 << 24
 
 
 class SamplingError(RuntimeError):
@@ -94,12 +90,9 @@ def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:
         return logits.argmax(dim=-1)
     all_random = num_random == len(logits)
     tokens = torch.empty_like(peaks, dtype=torch.int64) if all_random else logits.argmax(dim=-1)
-    group_logits = MAX_GROUP_LOGITS.get(logits.device.type, MAX_GROUP_LOGITS_ELSEWHERE)
-    group = max(1, group_logits // batch.vocab_size)
     ends = (layout.num_top_k, layout.num_top_k + layout.num_nucleus, num_random)
     for first, end in zip((0, *ends), ends, strict=False):
-        for start in range(first, end, group):
-            part = slice(start, min(start + group, end))
+        for part in row_groups(first, end, logits):
             rows = layout.random_rows[part]
             tokens[rows] = _draw_part(logits[rows], peaks[rows], batch, part)
     return tokens

@@ -39,6 +39,18 @@ def test_chunk_sizes_and_block_sizes_give_the_same_bits(name: str, attention: st
     assert_same_bits(chunked_logits(model, tokens, 16, block_size=16), whole)
 
 
+@pytest.mark.parametrize("attention", ["reference", "cpu"])
+def test_chunk_sizes_give_the_same_bits_in_bfloat16(attention: str) -> None:
+    model, tokens = our_model("llama", attention, torch.bfloat16), prompt(150)
+    whole = chunked_logits(model, tokens, len(tokens))
+    for chunk in (1, 7, 64):
+        out = chunked_logits(model, tokens, chunk)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            assert torch.equal(out, whole)
+        else:
+            assert (out.log_softmax(-1) - whole.log_softmax(-1)).abs().mean() < 0.1
+
+
 def assert_same_bits(out: torch.Tensor, expected: torch.Tensor) -> None:
     """Bits where the CPU libraries were measured to keep them, rounding elsewhere."""
     if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -87,17 +88,19 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(name: str, t
 
 def test_the_configuration_comes_from_the_metadata(tmp_path: Path) -> None:
     source = GgufSource(write_gguf(tmp_path / "tiny.gguf", "qwen3"))
-    assert source.config == ModelConfig.from_hf(hf_model("qwen3").config.to_dict())
+    expected = ModelConfig.from_hf(hf_model("qwen3").config.to_dict())
+    assert source.config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)  # float32 in the file
+    assert replace(source.config, rms_norm_eps=expected.rms_norm_eps) == expected
     assert source.end_token_ids() == [2]
 
 
 def test_quantised_tensors_are_dequantised_block_by_block(tmp_path: Path) -> None:
-    """qwen3's output projection has 192 columns: 6 blocks of 32, each with its own scale."""
+    """qwen3's output projection has 192 columns: 6 blocks of 32, each with its own (half-precision) scale."""
     source = GgufSource(write_gguf(tmp_path / "tiny.gguf", "qwen3", quantize=True))
     name = "model.layers.1.self_attn.o_proj.weight"
     exact, found = hf_model("qwen3").state_dict()[name], source.get(name)
     step = exact.view(48, 6, 32).abs().amax(-1, keepdim=True) / 127
-    assert ((found - exact).view(48, 6, 32).abs() <= 0.51 * step).all()
+    assert ((found - exact).view(48, 6, 32).abs() <= 0.6 * step).all()
     assert source.shapes()[name] == (48, 192)
 
 

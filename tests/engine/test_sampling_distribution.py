@@ -11,7 +11,7 @@ from pagedserve.engine.sampling.rows import SamplingRows
 from pagedserve.engine.sampling.sampler import sample
 
 NUM_DRAWS = 50_000
-VOCAB_SIZE = 200  # above draws.NUM_NEAR, so that both ways of filtering are taken
+VOCAB_SIZE = 200  # enough for long tails
 LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(11)) * 2
 
 COMBINATIONS = [

@@ -29,6 +29,9 @@ def test_equal_logits_rank_by_lowest_id():
     found = gather_logprobs(torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]]), torch.tensor([4]), 4).positions([4])[0]
     assert found.chosen.rank == 3
     assert [t.token_id for t in found.top] == [1, 2, 4, 0]
+    zeros = gather_logprobs(torch.tensor([[-0.0, -1.0, 0.0, -0.0]]), torch.tensor([2]), 3).positions([3])[0]
+    assert zeros.chosen.rank == 2
+    assert [t.token_id for t in zeros.top] == [0, 2, 3]
 
 
 def test_a_sampled_token_reports_the_raw_distribution():

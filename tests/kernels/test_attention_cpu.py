@@ -8,7 +8,7 @@ from pagedserve.kernels.attention import AttentionSpec, PagedBatch
 from pagedserve.kernels.attention_cpu_plan import QUERY_TILE, make_plan
 from pagedserve.kernels.kv_cache import KVCache
 
-# (context, tokens): single tokens and chunks, at, before and after the edges of blocks and of 128-token tiles.
+# (context, tokens): single tokens and chunks, at, before and after the edges of blocks and of 64-token tiles.
 AWKWARD = [
     (0, 1),
     (0, 7),
@@ -53,11 +53,16 @@ def test_equals_reference_with_a_sliding_window(window: int) -> None:
     assert_near_reference(case.run("cpu"), case.run("reference"))
 
 
-def test_equals_reference_for_a_large_skewed_decode_group() -> None:
-    """Several gathers, and levels that sequences leave one after another."""
-    sizes = [(37 * n % 1100, 1) for n in range(40)]
-    case = random_case(sizes, AttentionSpec(6, 2, 16), 16)
-    assert len(make_plan(case.batch, case.cache, case.spec).decode.chunks) > 1  # type: ignore[union-attr]
+@pytest.mark.parametrize("gather_bytes", [1, 100_000, 6 << 20])
+def test_equals_reference_for_a_large_skewed_decode_group(
+    gather_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Levels that sequences leave one after another, cut into gathers of one, several and all tiles."""
+    monkeypatch.setattr("pagedserve.kernels.attention_cpu_plan.GATHER_BYTES", gather_bytes)
+    case = random_case([(37 * n % 1100, 1) for n in range(40)], AttentionSpec(6, 2, 16), 16)
+    (group,) = make_plan(case.batch, case.cache, case.spec).groups
+    tiles = sum(group.level_sizes)
+    assert len(group.chunks) == {1: tiles, 100_000: -(-tiles // 6), 6 << 20: 1}[gather_bytes]
     assert_near_reference(case.run("cpu"), case.run("reference"))
 
 
@@ -128,9 +133,8 @@ def test_indices_are_64_bit() -> None:
         max_query_len=1,
         max_context_len=3,
     )
-    plan = make_plan(batch, cache, spec)
-    assert plan.decode is not None
-    rows = plan.decode.chunks[0].gather.rows.view(2, 8, 8)  # keys and values, heads, blocks of the tile
+    (group,) = make_plan(batch, cache, spec).groups
+    rows = group.chunks[0].gather.rows.view(2, 8, 4)  # keys and values, heads, blocks of the tile
     assert rows[0, 0, 0] == block * 16
     assert rows[1, 7, 0] == block * 16 + 15
     assert rows[0, 0, 1] == cache.zero_block * 16
@@ -139,8 +143,8 @@ def test_indices_are_64_bit() -> None:
 def test_one_gather_serves_all_query_tiles_of_a_chunk() -> None:
     case = random_case([(300, 3 * QUERY_TILE + 5)], AttentionSpec(4, 2, 16), 16)
     plan = make_plan(case.batch, case.cache, case.spec)
-    assert plan.decode is None
+    assert not plan.groups
     (chunk,) = plan.prefills
     assert [tile.stop - tile.start for tile in chunk.tiles] == [QUERY_TILE] * 3 + [5]
-    assert chunk.gather.num_tiles == chunk.tiles[-1].last == 4
-    assert chunk.tiles[0].masked_from == 2  # tiles wholly before the first query are not masked
+    assert chunk.gather.num_tiles == chunk.tiles[-1].last == 8
+    assert chunk.tiles[0].masked_from == 4  # tiles wholly before the first query are not masked

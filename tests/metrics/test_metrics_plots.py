@@ -167,8 +167,45 @@ def test_policies_have_one_panel_a_metric_with_the_value_written(runs: dict[str,
         bars = axes.containers[0].datavalues  # pyright: ignore[reportAttributeAccessIssue]
         assert bars.tolist() == pytest.approx([value * shown.scale for value in values])
         assert [text.get_text() for text in axes.texts] == [shown.text(value) for value in values]
-        assert axes.get_title("right") == (f"{shown.better} is better" if shown.better else "")
+        assert axes.get_xlabel() == (f"{shown.better} is better" if shown.better else "")
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(runs)
+
+
+LONG_LABELS = (
+    "mixed",
+    "mixed,allocator=contiguous_max",
+    "prefill_first,enable_prefix_caching=false,watermark=0.05",
+    "runs/" + "x" * 60,
+)
+
+
+def test_long_labels_leave_every_text_of_a_comparison_its_own_place() -> None:
+    figure = plots.policies_compared(dict.fromkeys(LONG_LABELS, toy_record(num_requests=5)))
+    figure.draw_without_rendering()
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [text.replace("\n", "") for text in shown] == list(LONG_LABELS)
+    texts = [text for axes in figure.axes for text in axes.texts]
+    for axes in figure.axes:
+        texts += [axes._left_title, axes.xaxis.label, *axes.get_yticklabels()]  # pyright: ignore[reportAttributeAccessIssue]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    assert len(boxes) == 9 + 7 + 9 * len(LONG_LABELS) + 3 * len(LONG_LABELS)
+    overlapping = [
+        (a, b) for i, (a, one) in enumerate(boxes) for b, other in boxes[:i] if one.overlaps(other)
+    ]
+    assert not overlapping
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for _, box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_rows"), [(("mixed", "static", "serial", "vllm_v1", "mine"), 2), (LONG_LABELS, 4)]
+)
+def test_a_legend_stays_within_the_figure(labels: tuple[str, ...], num_rows: int) -> None:
+    figure = plots.load_over_time(dict.fromkeys(labels, toy_record(num_requests=5)))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert len({round(text.get_window_extent().y0) for text in legend.get_texts()}) == num_rows
 
 
 def test_labels_keep_one_look_and_no_two_share_one() -> None:

@@ -92,7 +92,9 @@ class Drive:
         outcomes += [Outcome(r, 0, None, given) for r, given in keys.items() if r not in sampled]
         self.mirror.commit(plan.step, {request: len(given) for request, given in keys.items()})
         finished = self.scheduler.commit(plan.step, outcomes, self.now_ns)
-        assert {f.request: f for f in finished} == expected, f"step {plan.step} ends {finished}, not {expected}"
+        assert {f.request: f for f in finished} == expected, (
+            f"step {plan.step} ends {finished}, not {expected}"
+        )
         self.ended.update(expected)
         for request in expected:
             del self.live[request]
@@ -119,7 +121,9 @@ class Drive:
 
     # The loop.
 
-    def run(self, scripts: Iterable[Script], aborts: Mapping[int, int] | None = None, max_steps: int = 2000) -> None:
+    def run(
+        self, scripts: Iterable[Script], aborts: Mapping[int, int] | None = None, max_steps: int = 2000
+    ) -> None:
         """Serve requests at their arrival times, as DESIGN's loop does, until all have ended.
 
         ``aborts`` maps a request to the time in ns of its abort. Steps end on multiples of ``STEP_NS``. At one
@@ -130,6 +134,8 @@ class Drive:
         events += [(script.request.arrival_ns, 1, i, script) for i, script in enumerate(order)]
         events += [(at, 0, request, request) for request, at in (aborts or {}).items()]
         todo = deque(sorted(events, key=lambda event: event[:3]))
+        while self.in_flight:
+            self.commit()
         planned: StepPlan | None = None
         idle = 0
         while True:
@@ -151,7 +157,9 @@ class Drive:
             self._take_events(todo, end_ns - 1)
             self.now_ns = end_ns
             self.commit()
-            assert len(self.plans) < max_steps, f"no end after {max_steps} steps: {sorted(self.live)} still live"
+            assert len(self.plans) < max_steps, (
+                f"no end after {max_steps} steps: {sorted(self.live)} still live"
+            )
         self.check_drained()
 
     def _take_events(self, todo: deque[tuple[int, int, int, Script | int]], until_ns: int) -> None:

@@ -143,7 +143,9 @@ class Mirror:
         for position in range(start):
             content, step = self._slots[row.table[position // size]].get(position % size, (None, 0))
             if self.content:
-                assert content == row.script.contents()[position], f"request {request} hit foreign KV at {position}"
+                assert content == row.script.contents()[position], (
+                    f"request {request} hit foreign KV at {position}"
+                )
             assert step <= self.last_committed, f"request {request} hit KV of step {step}, not committed"
         row.computed = start
         return start
@@ -165,7 +167,9 @@ class Mirror:
         assert 0 < plan.shape.num_tokens <= limits.max_num_batched_tokens
         scheduled = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
         assert len(scheduled) == len(set(scheduled)), "a request is scheduled twice in a step"
-        assert not set(self.group) & {chunk.request for chunk in plan.chunks}, "a decoding request has a chunk"
+        assert not set(self.group) & {chunk.request for chunk in plan.chunks}, (
+            "a decoding request has a chunk"
+        )
         assert sum(bool(row.table) for row in self.rows.values()) <= limits.max_num_seqs
 
     def _compute(self, plan: StepPlan) -> None:
@@ -181,7 +185,9 @@ class Mirror:
             row = self.rows[request]
             self._check_context(row)
             start, end = row.computed, row.computed + num_tokens
-            assert start < end <= row.known <= row.script.num_tokens, f"request {request} computes {start} to {end}"
+            assert start < end <= row.known <= row.script.num_tokens, (
+                f"request {request} computes {start} to {end}"
+            )
             recomputed += max(0, min(end, row.high_water) - start)
             for block in self._write(row, end, plan.step):
                 assert holders[block] == 1, f"block {block} is written and held {holders[block]} times"
@@ -196,7 +202,9 @@ class Mirror:
         said = {*plan.decodes, *(chunk.request for chunk in plan.chunks if chunk.samples)}
         assert sampled == said, f"requests {sampled} reach their last known token, not {said}"
         assert recomputed == plan.num_recomputed_tokens, f"{recomputed} tokens are computed again"
-        assert sorted(filled) == sorted(plan.filled), f"blocks filled without a key: {filled}, not {plan.filled}"
+        assert sorted(filled) == sorted(plan.filled), (
+            f"blocks filled without a key: {filled}, not {plan.filled}"
+        )
         self.flights.append(flight)
 
     def _check_context(self, row: RowState) -> None:

@@ -59,8 +59,11 @@ def _contents(request: int, family: int, shared: int, num_tokens: int) -> tuple[
 
 
 def block_key(script: Script, index: int, block_size: int) -> Hashable:
-    """The key of a full block: stands for all the text to the block's end, as the engine's hash does."""
-    return script.contents()[(index + 1) * block_size - 1]
+    """The key of a full block: stands for all the text to the block's end, as the engine's hash does.
+
+    A string, so that its Python hash differs with PYTHONHASHSEED.
+    """
+    return f"text {script.contents()[(index + 1) * block_size - 1]}"
 
 
 def scripted(
@@ -73,11 +76,10 @@ def scripted(
     family: int = 0,
     shared: int = 0,
     block_size: int | None = None,
-    constant_key: bool = False,
 ) -> Script:
-    """A script; with ``block_size`` its prompt blocks have keys, all the same if ``constant_key``."""
+    """A script; with ``block_size`` its prompt blocks have keys."""
     bare = Script(Request(request, arrival_ns, prompt, max_tokens), family, shared, stop_after)
     if block_size is None:
         return bare
-    keys = [0 if constant_key else block_key(bare, i, block_size) for i in range(prompt // block_size)]
+    keys = [block_key(bare, i, block_size) for i in range(prompt // block_size)]
     return Script(Request(request, arrival_ns, prompt, max_tokens, tuple(keys)), family, shared, stop_after)

@@ -89,9 +89,9 @@ def test_f3_preempted_requests_resume_before_newcomers_in_arrival_order(depth: i
 
 
 def thrash(watermark: float) -> Drive:
-    """Ten growing requests in a pool that holds four."""
-    drive = Drive(policy("mixed", watermark=watermark), limits(num_blocks=24, num_tokens=64, num_seqs=8))
-    drive.run([scripted(i, 6, 14, arrival_ns=i) for i in range(10)])
+    """Eight growing requests in a pool that holds two of them grown up."""
+    drive = Drive(policy("mixed", watermark=watermark), limits(num_blocks=20, num_tokens=64, num_seqs=8))
+    drive.run([scripted(i, 6, 14, arrival_ns=i) for i in range(8)])
     return drive
 
 

@@ -4,10 +4,12 @@ The driver's mirror keeps the content of every KV slot, so "right output" here m
 hits a slot that does not hold its own text, and no hit rests on a step that has not committed.
 """
 
+import dataclasses
+
 import pytest
 from policy_driver import STEP_NS, Drive
 from policy_parts import PreemptAt
-from policy_scripts import scripted
+from policy_scripts import Script, scripted
 
 from pagedserve.policy import Limits, policy
 
@@ -22,7 +24,9 @@ def limits(num_blocks: int = 16, num_tokens: int = 16, block_size: int = 4) -> L
 
 @DEPTHS
 @pytest.mark.parametrize(("outputs", "num_hit_blocks"), [(1, 2), (3, 2), (6, 3), (10, 4)])
-def test_b3_resuming_computes_known_tokens_minus_the_hit(depth: int, outputs: int, num_hit_blocks: int) -> None:
+def test_b3_resuming_computes_known_tokens_minus_the_hit(
+    depth: int, outputs: int, num_hit_blocks: int
+) -> None:
     """CASES B3: preempted with its blocks still cached, it computes total - hit, with a right block table."""
     chosen = policy("vllm_v1", batching=PreemptAt(request=0, outputs=outputs))
     drive = Drive(chosen, limits(), depth)
@@ -127,6 +131,12 @@ def test_b7_the_longest_released_block_is_evicted_first_and_a_tail_before_its_he
     assert drive.states[4].num_prefix_hit_tokens == 4
 
 
+def colliding(script: Script) -> Script:
+    """The script with one key for all its prompt blocks."""
+    keys = ("any",) * (script.request.num_prompt_tokens // 4)
+    return dataclasses.replace(script, request=dataclasses.replace(script.request, prefix_keys=keys))
+
+
 @DEPTHS
 def test_b8_colliding_keys_keep_the_books_straight(depth: int) -> None:
     """CASES B8: equal keys mean equal text, and keeping that promise is the engine's duty (collision-safe hash).
@@ -135,8 +145,7 @@ def test_b8_colliding_keys_keep_the_books_straight(depth: int) -> None:
     then is that references balance, no block is written while another holds it, and all drains.
     """
     drive = Drive(CACHED, limits(num_blocks=10), depth, content=False)
-    scripts = [scripted(i, 9 + i, 3, arrival_ns=15 * i, block_size=4, constant_key=True) for i in range(6)]
-    drive.run(scripts)
+    drive.run([colliding(scripted(i, 9 + i, 3, arrival_ns=15 * i)) for i in range(6)])
     assert any(plan.num_prefix_hit_tokens for plan in drive.plans)
 
 

@@ -8,7 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_driver import STEP_NS, Drive
-from policy_parts import AdmitBeforeDecode, Ageing, FewestComputedVictim, OldestTwiceVictim, ShortestPromptFirst, SmallChunks
+from policy_parts import (
+    AdmitBeforeDecode,
+    Ageing,
+    FewestComputedVictim,
+    OldestTwiceVictim,
+    ShortestPromptFirst,
+    SmallChunks,
+)
 from policy_scripts import Script, scripted
 
 from pagedserve.policy import Limits, Policy, policy
