@@ -100,7 +100,8 @@ class AsyncEngine:
         try:
             while True:
                 with self._woken:
-                    self._woken.wait_for(lambda: self._closing or self.engine.is_ready)
+                    while not self._closing and not self.engine.is_ready:
+                        self._woken.wait(self.engine.seconds_to_wake)
                 if self._closing:
                     break
                 self.engine.step()

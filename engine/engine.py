@@ -155,6 +155,12 @@ class Engine:
         return self.loop.is_ready
 
     @property
+    def seconds_to_wake(self) -> float | None:
+        """How long it may sleep unless something is handed in; None: for ever."""
+        wake_ns = self.loop.wake_ns
+        return None if wake_ns is None else max(0, wake_ns - self.loop.clock()) / 1e9
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)

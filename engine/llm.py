@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,12 @@ class LLM:
                 bar.update(task, completed=num_requests - self.engine.num_live)
 
     def _step(self) -> None:
-        if not self.engine.step() and self.engine.has_work:
+        if self.engine.step() or not self.engine.has_work:
+            return
+        wake_ns = self.engine.loop.wake_ns
+        if wake_ns is not None:
+            time.sleep(max(0, wake_ns - self.engine.loop.clock()) / 1e9)
+        else:
             raise IllegalPlan(
                 f"the policy schedules nothing while {self.engine.num_live} requests wait and nothing runs: "
                 "they would wait for ever"

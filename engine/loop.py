@@ -52,6 +52,7 @@ class EngineLoop:
         self._intake: deque[Callable[[], None]] = deque()
         self._in_flight: deque[StepPlan] = deque()
         self._blocked = False
+        self.wake_ns: int | None = None
 
     def now_ns(self) -> int:
         """The time of the next verb: later than any before."""
@@ -75,21 +76,26 @@ class EngineLoop:
     @property
     def is_ready(self) -> bool:
         """Whether a step would do something now, rather than find that nothing can be scheduled."""
-        waits = self.scheduler.has_work and not self._blocked
-        return bool(self._intake or self._in_flight or waits)
+        may_schedule = self.scheduler.has_work and (not self._blocked or self._wake_is_due())
+        return bool(self._intake or self._in_flight or may_schedule)
+
+    def _wake_is_due(self) -> bool:
+        return self.wake_ns is not None and self.clock() >= self.wake_ns
 
     def step(self) -> bool:
-        """One turn; False when nothing can be done until something is handed in: the caller may sleep."""
-        if self._take_intake():
+        """One turn; False when nothing can be done now: the caller may sleep.
+
+        It may sleep until something is handed in, or until ``wake_ns`` if the policy named a time.
+        """
+        if self._take_intake() or self._wake_is_due():
             self._blocked = False
-        num_preemptions = self.scheduler.num_preemptions
         plan = self._schedule() if self.scheduler.has_work and not self._blocked else None
         if self._in_flight:
             self._commit()
         elif plan is None:
-            # Asking again would give the same answer until something changes; a preemption is such a change.
-            self._blocked = self.scheduler.num_preemptions == num_preemptions
-            return not self._blocked
+            # Asking again would give the same answer until something changes.
+            self._blocked = True
+            return False
         if plan is not None:
             self._runner.launch(plan)
             self._recorder.launched(self.now_ns())
@@ -125,6 +131,7 @@ class EngineLoop:
         now_ns = self.now_ns()
         plan = self.scheduler.schedule(now_ns)
         self._recorder.scheduled(plan, now_ns)
+        self.wake_ns = plan.wake_ns
         return plan if plan else None
 
     def _commit(self) -> None:

@@ -2,15 +2,15 @@
 
 The query heads that share a KV head are rows of one matrix, so a decode step multiplies [group, D] by
 [D, tile] for every (tile, KV head) at once, and a prefill chunk [tokens * group, D]. Short chunks of several
-sequences go together, padded to one length. Blocks are copied into
-tiles first (one gather for keys and values, into memory that is reused and stays in cache). Each tile gets
-its own softmax maximum and sum; tiles are then merged in order of position (Milakov & Gimelshein 2018; the
-split is Flash-Decoding's, but by a fixed number of tokens).
+sequences go together, padded to one length. Blocks are copied into tiles first (one gather for keys and
+values, into memory that is reused and stays in cache). Each tile gets its own softmax maximum and sum; tiles
+are then merged in order of position (Milakov & Gimelshein 2018; the split is Flash-Decoding's, but by a fixed
+number of tokens).
 
 Since a tile's bounds depend on position only, and every product has the same inner sizes whatever the batch,
 a token's result does not depend on its neighbours or on how its prompt was cut: the same additions happen in
-the same order. (A BLAS that changes its summation with the number of rows could still break this; MKL does
-so below four rows in float32, which are therefore padded.)
+the same order. (A library that sums in another order for other numbers of rows could still break this. Two
+such cases are known, and avoided by padding: MKL in float32, and torch for very small bfloat16 products.)
 """
 
 import math
@@ -33,6 +33,8 @@ _LOWEST = -1e30
 """Stands for the maximum of a row whose every score is hidden: finite, so that differences are not NaN."""
 _MIN_ROWS = 4
 """Rows below which MKL sums a float32 product in another order."""
+_MAX_SMALL_PRODUCT = 16 * 16 * 16
+"""Multiplications up to which torch does not give a bfloat16 product to oneDNN."""
 
 _Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Maxima and sums [tiles, KVH, M, 1] and unnormalised outputs [tiles, KVH, M, D], float32."""
@@ -77,7 +79,7 @@ class CpuAttention:
         _, heads, size, width = grouped.shape
         num_rows = group.rows * size
         query = grouped.index_select(0, group.tokens.view(-1)).view(-1, group.rows, heads, size, width)
-        query = _padded(query.transpose(1, 2).reshape(-1, heads, num_rows, width))
+        query = _padded(query.transpose(1, 2).reshape(-1, heads, num_rows, width), group.tile_tokens)
         partials: list[_Partial] = []
         for chunk in group.chunks:
             keys, values = self._gather(layer, chunk.gather)
@@ -99,7 +101,7 @@ class CpuAttention:
         """Many tokens of one sequence: the result is [tokens, KVH, G, D]."""
         source = grouped[tile.start : tile.stop]
         count, heads, size, width = source.shape
-        query = _padded(source.transpose(0, 1).reshape(1, heads, count * size, width))
+        query = _padded(source.transpose(0, 1).reshape(1, heads, count * size, width), keys.shape[2])
         step = max(1, _SCORES_AT_ONCE // (heads * query.shape[2] * keys.shape[2]))
         masked_from, partials = tile.first + tile.masked_from, []
         for begin in range(tile.first, tile.last, step):
@@ -141,12 +143,13 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return product.view(tiles, heads, left.shape[2], right.shape[3])
 
 
-def _padded(query: torch.Tensor) -> torch.Tensor:
-    """Add rows of zeros to ``query`` [n, KVH, M, D] where float32 needs them; see ``_MIN_ROWS``."""
-    missing = _MIN_ROWS - query.shape[2]
-    if query.dtype == torch.float32 and missing > 0:
-        return torch.nn.functional.pad(query, (0, 0, 0, missing))
-    return query
+def _padded(query: torch.Tensor, tile_tokens: int) -> torch.Tensor:
+    """Add rows of zeros to ``query`` [n, KVH, M, D] up to where a product's kernel no longer changes."""
+    enough = _MIN_ROWS
+    if query.dtype != torch.float32:
+        enough = _MAX_SMALL_PRODUCT // (query.shape[3] * tile_tokens) + 1
+    missing = enough - query.shape[2]
+    return torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing > 0 else query
 
 
 def _weigh(scores: torch.Tensor, values: torch.Tensor, exponent: float) -> _Partial:

@@ -82,6 +82,7 @@ class QueryGroup:
     """Sequences with up to ``rows`` query tokens each, longest first."""
 
     rows: int
+    tile_tokens: int
     tokens: torch.Tensor
     """[S, rows] tokens of the batch; a sequence with fewer repeats its last one."""
     kept: torch.Tensor | None
@@ -175,6 +176,7 @@ def _group(
     fresh = (np.arange(rows) < (lengths - contexts)[:, None]).reshape(-1)
     return QueryGroup(
         rows=rows,
+        tile_tokens=geometry.tokens,
         tokens=torch.from_numpy(tokens),
         kept=None if fresh.all() else torch.from_numpy(np.flatnonzero(fresh)),
         written=torch.from_numpy(tokens.reshape(-1)[fresh]),

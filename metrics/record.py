@@ -73,6 +73,8 @@ REQUESTS = (
     Column("num_recomputed_tokens", I64, "tokens computed again after preemptions"),
     Column("priority", I32, "as given by the caller"),
     Column("tenant", TEXT, "as given by the caller"),
+    Column("deadline_ns", I64, "as given by the caller; null: none", nullable=True),
+    Column("predicted_output_tokens", I64, "as given by the caller; null: none", nullable=True),
     Column("error", TEXT, "why it was refused or failed; null: it was not", nullable=True),
     Column("prefix_keys", LIST, "keys of its full prompt blocks; null: not cacheable", nullable=True),
 )

@@ -50,6 +50,8 @@ class Recorder:
     def refused(self, request: Request, due_ns: int, now_ns: int, error: str) -> None:
         """A request was refused at ``add``."""
         self._calls.append(kind="add", subject=request.id, now_ns=now_ns)
+        if request.id in self._live:
+            return  # a duplicate: the row is its namesake's
         self._append_request(RequestState(request, 0, 0), due_ns, "refused", None, 0, error)
 
     def aborted(self, request: int, now_ns: int, reason: str = "abort") -> None:
@@ -160,6 +162,8 @@ class Recorder:
             num_recomputed_tokens=state.num_recomputed_tokens,
             priority=request.priority,
             tenant=request.tenant,
+            deadline_ns=request.deadline_ns,
+            predicted_output_tokens=request.predicted_output_tokens,
             error=error,
             prefix_keys=self._numbers(request.prefix_keys) if self._keep_plans else None,
         )

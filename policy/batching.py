@@ -60,8 +60,8 @@ class Static:
             step.decode()
 
     def steady_for(self, step: Step) -> int:
-        """Waiting requests change nothing while a batch decodes."""
-        return UNBOUNDED
+        """Waiting requests change nothing once a batch is complete."""
+        return 0 if self._num_to_admit else UNBOUNDED
 
 
 class PrefillFirst:

@@ -1,7 +1,7 @@
 """The KV pool: what every allocator offers, and the paged one with its prefix cache."""
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 from pagedserve.policy.limits import Limits
@@ -93,7 +93,9 @@ class PagedAllocator(Allocator):
         self._more_refs: dict[int, int] = {}
         """References beyond the first, of blocks that have more than one."""
         self._quarantine: dict[int, int] = {}
-        self._fences: deque[tuple[int, Sequence[int]]] = deque()
+        self._fences: defaultdict[int, list[int]] = defaultdict(list)
+        self._late: dict[int, int] = {}
+        """Of blocks still held by others: the newest step in flight of an owner that is gone."""
         self._block_of: dict[Hashable, int] = {}
         self._key_of: dict[int, Hashable] = {}
 
@@ -145,29 +147,41 @@ class PagedAllocator(Allocator):
 
     def release(self, state: RequestState, fence: int | None) -> None:
         table, size, computed = state.block_table, self.block_size, state.num_computed_tokens
-        assert self._used.issuperset(table), f"blocks of request {state.id} were released twice"
+        assert table, f"the blocks of request {state.id} were released twice"
+        assert self._used.issuperset(table), f"request {state.id} releases blocks that are not in use"
         self.num_live_tokens -= computed
         if self._more_refs:
             kept = [(index, block) for index, block in enumerate(table) if block in self._more_refs]
             self.num_live_tokens += sum([max(0, min(size, computed - index * size)) for index, _ in kept])
             table = [block for block in table if block not in self._more_refs]
             for _, block in kept:
-                self._drop_ref(block)
+                self._drop_ref(block, fence)
         table = table[::-1]
         self._used.difference_update(table)
+        if self._late:
+            for block in [block for block in table if block in self._late]:
+                last = self._late.pop(block)
+                if fence is None or last > fence:
+                    table.remove(block)
+                    self._set_aside([block], last)
         if fence is None:
             self._make_free(table)
         else:
-            self._quarantine.update(dict.fromkeys(table, fence))
-            self._fences.append((fence, table))
+            self._set_aside(table, fence)
         state.block_table = []
         self.num_releases += 1
         self._count()
 
-    def _drop_ref(self, block: int) -> None:
+    def _drop_ref(self, block: int, fence: int | None) -> None:
         self._more_refs[block] -= 1
         if not self._more_refs[block]:
             del self._more_refs[block]
+        if fence is not None:
+            self._late[block] = max(fence, self._late.get(block, -1))
+
+    def _set_aside(self, blocks: Sequence[int], fence: int) -> None:
+        self._quarantine.update(dict.fromkeys(blocks, fence))
+        self._fences[fence] += blocks
 
     def _make_free(self, blocks: Iterable[int]) -> None:
         if not self._key_of:
@@ -196,15 +210,16 @@ class PagedAllocator(Allocator):
         self.num_releases += 1
 
     def committed(self, step: int) -> None:
-        while self._fences and self._fences[0][0] <= step:
-            fence, blocks = self._fences.popleft()
-            # A block that was hit meanwhile is in use again, or waits for a later step.
-            freed = [block for block in blocks if self._quarantine.get(block) == fence]
+        if self._late:
+            self._late = {block: last for block, last in self._late.items() if last > step}
+        # A block that was hit meanwhile is in use again, or waits for a later step.
+        freed = [block for block in self._fences.pop(step, ()) if self._quarantine.get(block) == step]
+        if freed:
             for block in freed:
                 del self._quarantine[block]
             self._make_free(freed)
             self.num_releases += 1
-        self._count()
+            self._count()
 
     def check(self, running: Iterable[RequestState]) -> None:
         refs, filled = [0] * self.num_blocks, [0] * self.num_blocks
@@ -223,6 +238,7 @@ class PagedAllocator(Allocator):
             "free + cached + used + quarantined is not total"
         )
         assert sum(filled) == self.num_live_tokens, "live tokens differ from the block tables"
+        assert self._late.keys() <= used, "a block that nobody holds waits for a step of a former owner"
         assert all(block in self._key_of for block in self._cached), "a cached block has no key"
         assert not any(block in self._key_of for block in self._free), "a free block has a key"
         assert {b: k for k, b in self._block_of.items()} == self._key_of, "keys and blocks do not correspond"

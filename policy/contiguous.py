@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable
 
 from pagedserve.policy.blocks import Allocator
@@ -25,7 +25,7 @@ class ContiguousAllocator(Allocator):
         super().bind(limits, prefix_caching)
         self.max_model_len = limits.max_model_len
         self._holes: list[tuple[int, int]] = [(0, self.num_blocks)]
-        self._fences: deque[tuple[int, int, int]] = deque()
+        self._fences: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def fits(self, num_blocks: int, keep_free: int = 0) -> bool:
         side_by_side = num_blocks == 0 or any(size >= num_blocks for _, size in self._holes)
@@ -49,8 +49,7 @@ class ContiguousAllocator(Allocator):
         return tuple(state.block_table)
 
     def release(self, state: RequestState, fence: int | None) -> None:
-        if not state.block_table:
-            return
+        assert state.block_table, f"the blocks of request {state.id} were released twice"
         start, size = state.block_table[0], len(state.block_table)
         self.num_live_tokens -= state.num_computed_tokens
         state.block_table = []
@@ -58,7 +57,7 @@ class ContiguousAllocator(Allocator):
         if fence is None:
             self._make_hole(start, size)
         else:
-            self._fences.append((fence, start, size))
+            self._fences[fence].append((start, size))
             self.num_quarantined_blocks += size
 
     def _make_hole(self, start: int, size: int) -> None:
@@ -72,14 +71,13 @@ class ContiguousAllocator(Allocator):
         self._holes[first:last] = [(start, size)]
 
     def committed(self, step: int) -> None:
-        while self._fences and self._fences[0][0] <= step:
-            _, start, size = self._fences.popleft()
+        for start, size in self._fences.pop(step, ()):
             self.num_quarantined_blocks -= size
             self._make_hole(start, size)
             self.num_releases += 1
 
     def check(self, running: Iterable[RequestState]) -> None:
-        quarantined = [(start, size) for _, start, size in self._fences]
+        quarantined = [run for runs in self._fences.values() for run in runs]
         runs, live = [*self._holes, *quarantined], 0
         for state in running:
             table = state.block_table

@@ -33,8 +33,10 @@ class InFlightState:
         for request, _ in plan.filled:
             if request in live and request not in self.dead:
                 due[request] = due.get(request, 0) + 1
-        tokens = {chunk.request: int(chunk.samples) for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+        tokens = {chunk.request: int(chunk.samples) for chunk in plan.chunks}
         for request, num_keys in due.items():
+            if request in plan.decodes:
+                tokens[request] = 1
             given = told.get(request, Outcome(request, tokens.get(request, 0)))
             if request not in tokens or given.num_tokens != tokens[request]:
                 raise ValueError(

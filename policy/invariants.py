@@ -28,7 +28,10 @@ def _check_places(scheduler: Scheduler) -> None:
     )
     assert all(state.status is Status.RUNNING for state in running.values())
     waiting = [state for state in scheduler.states.values() if state.queue_ticket is not None]
-    assert len(waiting) == len(scheduler.waiting), "the queue's length is off"
+    in_queue = list(scheduler.waiting)
+    assert len(scheduler.waiting) == len(in_queue), "the queue's length is off"
+    assert {state.id for state in in_queue} == {state.id for state in waiting}, "the queue lost a request"
+    assert scheduler.stalled.keys() <= scheduler.wanting.keys() <= running.keys()
     assert all(state.status in (Status.WAITING, Status.PREEMPTED) for state in waiting)
     assert len(waiting) + len(running) == len(scheduler.states), "a live request neither runs nor waits"
     assert len(running) <= scheduler.limits.max_num_seqs

@@ -31,7 +31,11 @@ class BlockLedger:
             raise IllegalPlan(f"{self._who} left request {state.id} with {has}")
 
     def shared(self, hits: Collection[int]) -> None:
-        """Cached blocks were appended to one more table."""
+        """Cached blocks are appended to one more table."""
+        if hits and (not 0 <= min(hits) <= max(hits) < self._num_blocks or len(hits) != len({*hits})):
+            raise IllegalPlan(
+                f"{self._who} found blocks {hits} in a pool of {self._num_blocks}, or one twice"
+            )
         for block in hits:
             if block in self._held:
                 self._more_holders[block] = self._more_holders.get(block, 0) + 1
@@ -48,7 +52,7 @@ class BlockLedger:
                     del self._more_holders[block]
         self._held -= gone
         if fence is not None:
-            self._touched.setdefault(fence, set()).update(gone)
+            self._touched.setdefault(fence, set()).update(blocks)
 
     def committed(self, step: int) -> None:
         """Step ``step`` is done."""

@@ -49,7 +49,8 @@ class StepPlan:
     in a step that does not run it.
 
     ``filled`` names ``(request, block index)`` completed by this step whose key the scheduler does not know:
-    their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched.
+    their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched;
+    then ``wake_ns`` may say when to ask again though nothing happens meanwhile.
     """
 
     step: int | None
@@ -65,6 +66,7 @@ class StepPlan:
     shape: StepShape = StepShape()
     num_recomputed_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    wake_ns: int | None = None
 
     def __bool__(self) -> bool:
         return self.step is not None

@@ -1,6 +1,7 @@
 """The waiting queue: preempted requests first, then the admission order's key, then intake order."""
 
 import heapq
+from collections.abc import Iterator
 from typing import Any
 
 from pagedserve.policy.orders import AdmissionOrder
@@ -20,12 +21,16 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._size
 
+    def __iter__(self) -> Iterator[RequestState]:
+        """All waiting requests, in no order."""
+        return (entry[4] for entry in self._heap if entry[4].queue_ticket == entry[3])
+
     def push(self, state: RequestState, now_ns: int, resumes: bool = False) -> None:
         """Enter a request; ``resumes``: it was preempted and goes before those that never ran."""
+        key = self._order.key(state, now_ns)
         self._num_tickets += 1
         self._size += 1
         state.queue_ticket = self._num_tickets
-        key = self._order.key(state, now_ns)
         heapq.heappush(self._heap, (not resumes, key, state.intake, self._num_tickets, state))
 
     def remove(self, state: RequestState) -> None:

@@ -16,7 +16,7 @@ from pagedserve.policy.orders import VictimRule
 from pagedserve.policy.plan import Finished, Outcome, PrefillChunk, StepPlan
 from pagedserve.policy.queue import WaitingQueue
 from pagedserve.policy.request import Request, RequestState, Status
-from pagedserve.policy.spec import Policy
+from pagedserve.policy.spec import PARTS, Policy
 from pagedserve.policy.step import Step
 
 
@@ -32,10 +32,12 @@ class Scheduler:
         if overlap_depth not in (0, 1):
             raise ValueError(f"overlap_depth is {overlap_depth}; it is 0 or 1")
         self.policy, self.limits, self.overlap_depth = policy, limits, overlap_depth
-        self.batching: BatchingRule = copy.deepcopy(policy.part("batching"))
-        self.victims: VictimRule = copy.deepcopy(policy.part("victim"))
-        self.waiting = WaitingQueue(copy.deepcopy(policy.part("order")))
-        self.allocator: Allocator = copy.deepcopy(policy.part("allocator"))
+        # One copy of all parts together, so that what two of them share stays shared.
+        parts = copy.deepcopy({kind: policy.part(kind) for kind in PARTS})
+        self.batching: BatchingRule = parts["batching"]
+        self.victims: VictimRule = parts["victim"]
+        self.waiting = WaitingQueue(parts["order"])
+        self.allocator: Allocator = parts["allocator"]
         self.allocator.bind(limits, policy.enable_prefix_caching)
         self.ledger = BlockLedger(limits.num_blocks, type(self.allocator).__name__)
         self.watermark_blocks = int(policy.watermark * limits.num_blocks)
@@ -49,7 +51,9 @@ class Scheduler:
         self.draining: dict[int, RequestState] = {}
         self.in_flight: deque[InFlightState] = deque()
         self.next_step = self.num_admissions = self.num_preemptions = self.num_discarded_tokens = 0
-        self.refused_admission: tuple[int, int, int] | None = None
+        # Running requests that were denied blocks, and the last admission attempt that was refused.
+        self.wanting: dict[int, RequestState] = {}
+        self.refused_admission: tuple[int, int | None, int, int] | None = None
         self._num_intake = 0
         self._departed: list[int] = []
         self._preempted: list[int] = []
@@ -76,17 +80,17 @@ class Scheduler:
         """Queue a request, or raise a `RequestRefused` naming the numbers if it can never run."""
         if request.id in self.states:
             raise DuplicateRequest(f"request {request.id} is running or waiting already; ids must be unique")
+        state = RequestState(request, self.limits.output_limit(request), self._num_intake)
         most = self.limits.max_num_queued_reqs
         if most is not None and len(self.waiting) >= most:
             raise QueueFull(
                 f"{len(self.waiting)} requests wait and max_num_queued_reqs is {most}; retry later"
             )
-        state = RequestState(request, self.limits.output_limit(request), self._num_intake)
         if request.prefix_keys is not None and self.policy.enable_prefix_caching:
             state.block_keys = list(request.prefix_keys)
+        self.waiting.push(state, now_ns)
         self._num_intake += 1
         self.states[request.id] = state
-        self.waiting.push(state, now_ns)
         return state
 
     def abort(self, request: int, now_ns: int) -> bool:
@@ -114,12 +118,12 @@ class Scheduler:
         if step.chunks or (step.decodes and self.group.members):
             return self._launchable_plan(step)
         blocked = len(self.running) - len(self.draining)
-        if blocked and not self.in_flight:
+        if blocked and not self.in_flight and step.wake_ns is None:
             raise IllegalPlan(
                 f"{type(self.batching).__name__} scheduled nothing although {blocked} requests hold KV "
                 "blocks and no step is in flight: they would hold them for ever"
             )
-        return StepPlan(None)
+        return StepPlan(None, wake_ns=step.wake_ns)
 
     def commit(self, step: int, outcomes: Iterable[Outcome], now_ns: int) -> list[Finished]:
         """Take the outcomes of the oldest step in flight; return the requests that ended with it.
@@ -252,7 +256,7 @@ class Scheduler:
         if state.group is not None:
             self.group.leave(state)
         del self.running[state.id]
-        for place in (self.prefilling, self.stalled, self.draining):
+        for place in (self.prefilling, self.stalled, self.draining, self.wanting):
             place.pop(state.id, None)
         last = state.base_last_step
         fence = last if last is not None and last > self.last_committed else None

@@ -17,7 +17,8 @@ class Step:
     """One step under composition: its budget, what was chosen so far, and the verbs that choose.
 
     ``num_tokens`` and ``num_seats`` are what may still be spent; blocks are the allocator's own count. Every
-    choice takes from them, and preempting a request gives back what the step had given it.
+    choice takes from them, and preempting a request gives back what the step had given it. A request that
+    was denied blocks (``scheduler.wanting``) has the next claim to them: nothing is admitted before.
     """
 
     def __init__(self, scheduler: Scheduler, now_ns: int) -> None:
@@ -25,16 +26,26 @@ class Step:
         self._rule = type(scheduler.batching).__name__
         self.now_ns = now_ns
         self.number = scheduler.next_step
-        self.num_tokens = scheduler.limits.max_num_batched_tokens
-        self.num_seats = scheduler.limits.max_num_seqs - len(scheduler.running)
+        self._num_tokens = scheduler.limits.max_num_batched_tokens
         self.chunks: dict[int, PrefillChunk] = {}
         self.decodes = False
         self.new_requests: dict[int, Request] = {}
         self.new_blocks: dict[int, tuple[int, ...]] = {}
         self.preempted: list[int] = []
+        self.wake_ns: int | None = None
         self.num_recomputed_tokens = self.num_prefix_hit_tokens = 0
 
     # What a rule may look at.
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that may still be scheduled in this step."""
+        return self._num_tokens
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that may still be admitted."""
+        return self._scheduler.limits.max_num_seqs - len(self._scheduler.running)
 
     @property
     def num_running(self) -> int:
@@ -114,8 +125,8 @@ class Step:
     def admit_in_order(self, max_requests: int | None = None, whole: bool = False) -> int:
         """Admit waiting requests in admission order until one does not fit; return how many.
 
-        ``whole``: a prompt that does not fit the remaining token budget waits for the next step, unless it
-        is longer than the budget of any step.
+        ``whole``: a prompt that does not fit what is left of the token budget waits for the next step, unless
+        nothing of it has been spent: then it is cut, or it would never run.
         """
         admitted = 0
         while max_requests is None or admitted < max_requests:
@@ -128,29 +139,28 @@ class Step:
     def admit(self, state: RequestState, num_tokens: int | None = None, whole: bool = False) -> int:
         """Give a waiting request a seat and its first chunk; return the tokens scheduled, 0 if it must wait.
 
-        Nothing is admitted without a seat, a token and blocks, nor in a step that preempted: what was just
-        freed belongs to those who needed it. Blocks must suffice for all known tokens
-        (``scheduler_reserve_full_isl``) or for the first chunk, and leave the watermark when others run.
+        Nothing is admitted without a seat, a token and blocks, nor in a step that preempted or while a running
+        request was denied blocks: what gets free belongs to those who needed it. Blocks must suffice for all
+        known tokens (``scheduler_reserve_full_isl``) or for the first chunk, and leave the watermark when
+        others run.
         """
         scheduler, allocator = self._scheduler, self._allocator
         if state.queue_ticket is None:
             raise IllegalPlan(f"{self._rule} admitted request {state.id}, which is {state.status.value}")
-        attempt = (state.id, self.num_tokens, allocator.num_releases)
-        if (
-            self.preempted
-            or not self.num_seats
-            or not self.num_tokens
-            or scheduler.refused_admission == attempt
-        ):
+        attempt = (state.queue_ticket, num_tokens, self.num_tokens, allocator.num_releases)
+        if self.preempted or scheduler.wanting or not self.num_seats or not self.num_tokens:
+            return 0
+        if scheduler.refused_admission == attempt:
             return 0
         hits = allocator.lookup(state)
         start, known = len(hits) * scheduler.limits.block_size, state.num_known_tokens
         wanted = known - start if num_tokens is None else min(num_tokens, known - start)
         if wanted < 1:
+            who = self._rule if start < known else type(allocator).__name__
             raise IllegalPlan(
-                f"{self._rule} admitted request {state.id} with {num_tokens} tokens; give 1 or more"
+                f"{who} left request {state.id} {wanted} of {known} tokens to compute; it needs 1"
             )
-        if whole and wanted > self.num_tokens and self.chunks:
+        if whole and self.num_tokens < min(wanted, scheduler.limits.max_num_batched_tokens):
             return 0
         end = start + min(wanted, self.num_tokens)
         gate = known if scheduler.policy.scheduler_reserve_full_isl else end
@@ -169,8 +179,7 @@ class Step:
         chunk = self.chunks.pop(victim.id, None)
         if chunk is not None:
             self._book(victim, chunk, -1)
-        self.num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
-        self.num_seats += 1
+        self._num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
         self.new_blocks.pop(victim.id, None)
         if self.new_requests.pop(victim.id, None) is not None:
             victim.first_schedule_ns = None
@@ -183,6 +192,10 @@ class Step:
         self.preempted.append(victim.id)
         self._scheduler.waiting.push(victim, self.now_ns, resumes=True)
 
+    def wake_at(self, now_ns: int) -> None:
+        """If nothing is scheduled, ask again at this time at the latest, though nothing happens meanwhile."""
+        self.wake_ns = now_ns if self.wake_ns is None else min(self.wake_ns, now_ns)
+
     # How it is done.
 
     def _spend(self, num_tokens: int) -> None:
@@ -190,18 +203,17 @@ class Step:
             raise IllegalPlan(
                 f"{self._rule} asked for {num_tokens} tokens; the step has {self.num_tokens} left"
             )
-        self.num_tokens -= num_tokens
+        self._num_tokens -= num_tokens
 
     def _seat(self, state: RequestState, hits: tuple[int, ...], start: int) -> None:
         scheduler = self._scheduler
-        self.num_seats -= 1
         scheduler.waiting.remove(state)
         state.move(Status.RUNNING)
         scheduler.num_admissions += 1
         state.admission = scheduler.num_admissions
         scheduler.running[state.id] = scheduler.prefilling[state.id] = state
-        self._allocator.take_hits(state, hits)
         scheduler.ledger.shared(hits)
+        self._allocator.take_hits(state, hits)
         state.base_computed, state.samples_since = start, None
         self.new_blocks[state.id] = hits
         self.num_prefix_hit_tokens += start
@@ -234,13 +246,16 @@ class Step:
         allocator, scheduler = self._allocator, self._scheduler
         while not allocator.fits(need := allocator.num_missing(state, num_tokens)):
             coming = allocator.num_quarantined_blocks + scheduler.num_draining_blocks()
-            if need <= allocator.num_free_blocks + coming:
+            victim = None
+            if need > allocator.num_free_blocks + coming:
+                victim = scheduler.choose_victim(state, self.now_ns)
+            if victim is None:
+                scheduler.wanting[state.id] = state
                 return None
-            victim = scheduler.choose_victim(state, self.now_ns)
-            if victim is not None:
-                self.preempt(victim)
-            if victim is None or victim is state:
+            self.preempt(victim)
+            if victim is state:
                 return None
+        scheduler.wanting.pop(state.id, None)
         return self._append_blocks(state, num_tokens)
 
     def _append_blocks(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:

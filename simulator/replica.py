@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import simpy
-from simpy.events import Event
+from simpy.events import AnyOf, Event
 
 from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import Finished, Request, RequestRefused, Scheduler, StepPlan
@@ -58,6 +58,7 @@ class Replica:
             self.on_end(request.id)
         else:
             self._recorder.added(state, due_ns, now_ns)
+        self._examine()
         self._wake()
 
     def abort(self, request: int, reason: str) -> None:
@@ -65,6 +66,7 @@ class Replica:
         now_ns = int(self._env.now)
         alive = self.scheduler.abort(request, now_ns)
         self._recorder.aborted(request, now_ns, reason)
+        self._examine()
         self._wake()
         if alive:
             self.on_end(request)
@@ -92,7 +94,9 @@ class Replica:
                 flight = None
             elif not plan:
                 self._woken = Event(env)
-                yield self._woken
+                wake_ns = None if plan is None else plan.wake_ns
+                again = [] if wake_ns is None else [At(env, max(wake_ns, int(env.now)), SCHEDULE)]
+                yield AnyOf(env, [self._woken, *again])
             if plan:
                 launch_ns = self._timing.launch_ns(plan, schedule_ns, int(env.now))
                 self._recorder.launched(launch_ns)

@@ -19,6 +19,10 @@ class Abort:
     at_ns: int
     reason: str = "abort"
 
+    def __post_init__(self) -> None:
+        if self.reason not in ("abort", "timeout"):
+            raise ValueError(f"the reason of an abort is {self.reason!r}; it is 'abort' or 'timeout'")
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -40,7 +44,15 @@ class Workload:
 def trace_workload(
     trace: Trace, block_size: int | None, max_tokens: int | None = None, aborts: Sequence[Abort] = ()
 ) -> Workload:
-    """Every row of a trace, sent at its arrival; ``block_size`` None leaves prompts without prefix keys."""
+    """Every row of a trace, sent at its arrival; ``block_size`` None leaves prompts without prefix keys.
+
+    Aborts name positions in the trace; one before its request's arrival has no effect.
+    """
+    for abort in aborts:
+        if not 0 <= abort.request < len(trace):
+            raise ValueError(
+                f"abort of request {abort.request}; the trace has requests 0 to {len(trace) - 1}"
+            )
     requests = to_requests(trace, block_size, max_tokens)
     sends = ((request, request.arrival_ns, request.arrival_ns) for request in requests)
     return Workload(

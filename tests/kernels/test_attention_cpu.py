@@ -102,7 +102,8 @@ def computed_in_chunks(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window"), [(9, 3, 64, None), (8, 1, 32, None), (7, 1, 80, 90)]
+    ("heads", "kv_heads", "head_dim", "window"),
+    [(9, 3, 64, None), (8, 1, 32, None), (4, 2, 8, None), (7, 1, 80, 90)],
 )
 def test_results_do_not_depend_on_chunks_or_neighbours(
     heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype

@@ -15,6 +15,8 @@ REQUEST_DEFAULTS: dict[str, Any] = {
     "max_tokens": 16,
     "finish_reason": "length",
     "tenant": "",
+    "deadline_ns": None,
+    "predicted_output_tokens": None,
 }
 
 
