@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +23,12 @@ class PrinterState:
         self._texts = [""] * len(labels)
         self._ended = [False] * len(labels)
         self._current = 0
-        self._begin()
+
+    def begin(self) -> None:
+        """Print the label of the completion that comes next, and what there is of its text."""
+        if self._current < len(self._labels):
+            label = self._labels[self._current]
+            _write(("" if label is None else f"{label}\n") + self._texts[self._current])
 
     def add(self, index: int, text: str, has_ended: bool) -> None:
         """More text of a completion."""
@@ -35,17 +40,12 @@ class PrinterState:
         while self._current < len(self._labels) and self._ended[self._current]:
             _write("\n")
             self._current += 1
-            self._begin()
+            self.begin()
 
     def break_off(self) -> None:
         """End the line that is being written, if one is."""
         if self._current < len(self._labels):
             _write("\n")
-
-    def _begin(self) -> None:
-        if self._current < len(self._labels):
-            label = self._labels[self._current]
-            _write(("" if label is None else f"{label}\n") + self._texts[self._current])
 
 
 def _write(text: str) -> None:
@@ -53,8 +53,25 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def as_json(completion: Completion, decode: Any) -> dict[str, Any]:
-    """A completion as JSON values; ``decode`` turns token ids into text, for the tokens of logprobs."""
+def prompts_as_json(
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Completion]],
+    decode: Callable[[list[int]], str],
+) -> list[dict[str, Any]]:
+    """Prompts with their completions as JSON values; ``decode`` turns ids into text, for logprobs."""
+    return [
+        {
+            "prompt": text,
+            "prompt_token_ids": list(own),
+            "completions": [_completion(completion, decode) for completion in group],
+        }
+        for text, own, group in zip(texts, ids, completions, strict=True)
+    ]
+
+
+def _completion(completion: Completion, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    logprobs = completion.logprobs
     return {
         "index": completion.index,
         "text": completion.text,
@@ -62,13 +79,11 @@ def as_json(completion: Completion, decode: Any) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop": completion.stop,
         "error": completion.error,
-        "logprobs": None
-        if completion.logprobs is None
-        else [_position(position, decode) for position in completion.logprobs],
+        "logprobs": None if logprobs is None else [_position(position, decode) for position in logprobs],
     }
 
 
-def _position(position: PositionLogprobs, decode: Any) -> dict[str, Any]:
+def _position(position: PositionLogprobs, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     def token(one: TokenLogprob) -> dict[str, Any]:
         return {
             "token_id": one.token_id,

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Argument, Exit, Option
 
-from pagedserve.cli.completions import PrinterState, as_json, statistics
+from pagedserve.cli.completions import PrinterState, prompts_as_json, statistics
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
 from pagedserve.cli.output_options import PANEL, ResultOptions
@@ -26,7 +26,7 @@ from pagedserve.policy import IllegalPlan
 
 if TYPE_CHECKING:
     from pagedserve.engine.llm import LLM
-    from pagedserve.engine.outputs import CompletionState, Delta
+    from pagedserve.engine.outputs import Completion, CompletionState, Delta
     from pagedserve.engine.params import SamplingParams
 
 HELP = """Generate text: prompts in, tokens out as they come.
@@ -92,10 +92,11 @@ class PromptOptions:
         """Token ids of the prompts."""
         if not self.chat:
             return [llm.engine.vocabulary.encode(prompt) for prompt in prompts]
-        if llm.tokenizer.chat_template is None:
+        tokenizer: Any = llm.tokenizer
+        if tokenizer.chat_template is None:
             refuse("--chat: this model's tokenizer has no chat template; leave the option out")
         return [
-            llm.tokenizer.apply_chat_template(
+            tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}],
                 add_generation_prompt=True,
                 tokenize=True,
@@ -135,10 +136,8 @@ def generate(
     from pagedserve.metrics.summary import summarize
 
     results.check(writes_more=recording.out is not None)
-    if sampling.logprobs is not None and results.json is None:
-        refuse("--logprobs: they are written as JSON only; give --json FILE, or - for standard output")
     with as_bad_input():
-        params = sampling.params()
+        params = sampling.params(has_json=results.json is not None)
         engine_options.check()
         label, spec = policy_options.chosen()
         folders = SavingOptions(recording.out).folders([label], results.overwrite)
@@ -158,30 +157,27 @@ def generate(
     if folders:
         with as_bad_input():
             record.save(folders[label], overwrite=results.overwrite)
-    summary = summarize(record)
     completions = [[state.completion() for state in group] for group in groups]
     everything = [completion for group in completions for completion in group]
+    summary, decode = summarize(record), cast(Any, llm.tokenizer).decode
     tell([statistics(everything, summary)], recording.quiet)
     tell([f"record saved in {folder}" for folder in folders.values()], recording.quiet)
-    decode = llm.tokenizer.decode
     results.write(
         {
             "model": engine_options.model,
             "decisions": list(llm.decisions),
-            "prompts": [
-                {
-                    "prompt": text,
-                    "prompt_token_ids": own,
-                    "completions": [as_json(completion, decode) for completion in group],
-                }
-                for text, own, group in zip(texts, ids, completions, strict=True)
-            ],
+            "prompts": prompts_as_json(texts, ids, completions, decode),
             "metrics": summary.as_dict(),
             "header": record.header,
             "record": str(folders[label]) if folders else None,
         }
     )
-    failed = [completion for completion in everything if completion.error is not None]
+    _fail_if_any(everything)
+
+
+def _fail_if_any(completions: Sequence[Completion]) -> None:
+    """Exit with 1, having said which outputs failed and why."""
+    failed = [completion for completion in completions if completion.error is not None]
     tell(f"Error: request {completion.request}: {completion.error}" for completion in failed)
     if failed:
         raise Exit(EXIT_FAILED)
@@ -204,19 +200,20 @@ def _submit(
 ) -> list[list[CompletionState]]:
     """Hand all prompts in; ValueError for one that can never run."""
 
-    def listener(first: int) -> Callable[[Delta], None] | None:
+    def told(first: int) -> Callable[[Delta], None] | None:
         if printer is None:
             return None
-        return lambda delta: printer.add(first + delta.index, delta.text, delta.finish_reason is not None)
+        add = printer.add
+        return lambda delta: add(first + delta.index, delta.text, delta.finish_reason is not None)
 
-    return [
-        llm.engine.submit(prompt, params, listener(index * params.n)) for index, prompt in enumerate(prompts)
-    ]
+    return [llm.engine.submit(prompt, params, told(index * params.n)) for index, prompt in enumerate(prompts)]
 
 
 def _run(llm: LLM, num_requests: int, printer: PrinterState | None) -> None:
     """Step until all have ended; a bar shows how many have where nothing is printed meanwhile."""
     engine = llm.engine
+    if printer is not None:
+        printer.begin()
     watched = nullcontext() if printer is not None else Screen().progress("generating")
     with watched as advance:
         try:
@@ -234,7 +231,8 @@ def _run(llm: LLM, num_requests: int, printer: PrinterState | None) -> None:
 def _trace(prompts: Sequence[Sequence[int]], params: SamplingParams) -> dict[str, Any]:
     """What names the prompts in a record."""
     content = json.dumps([list(map(list, prompts)), asdict(params)], sort_keys=True)
-    return {"name": f"{len(prompts)} prompts", "sha256": sha256(content.encode()).hexdigest()}
+    name = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+    return {"name": name, "sha256": sha256(content.encode()).hexdigest()}
 
 
 def _read(name: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import BadParameter, Option
+
+from pagedserve.cli.errors import refuse
 
 if TYPE_CHECKING:
     from pagedserve.engine.params import SamplingParams
@@ -13,41 +16,69 @@ if TYPE_CHECKING:
 PANEL = "Sampling"
 
 
+def _as(kind: Callable[[Any], Any], words: str) -> Callable[[Any], Any]:
+    """A parser of what ``kind`` can read; bounds are `SamplingParams`' own affair."""
+
+    def parse(text: Any) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise BadParameter(f"{text!r} is not {words}") from None
+
+    return parse
+
+
+NUMBER, WHOLE = _as(float, "a number"), _as(int, "a whole number")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """The fields of `SamplingParams`, which checks them."""
 
     temperature: Annotated[
-        float, Option(metavar="T", help="0 takes the most likely token.", rich_help_panel=PANEL)
+        float,
+        Option(parser=NUMBER, metavar="T", help="0 takes the most likely token.", rich_help_panel=PANEL),
     ] = 1.0
     top_k: Annotated[
-        int, Option(metavar="K", help="Keep the K most likely tokens; 0: all.", rich_help_panel=PANEL)
+        int,
+        Option(
+            parser=WHOLE, metavar="K", help="Keep the K most likely tokens; 0: all.", rich_help_panel=PANEL
+        ),
     ] = 0
     top_p: Annotated[
         float,
         Option(
-            metavar="P", help="Keep the most likely tokens of total probability P.", rich_help_panel=PANEL
+            parser=NUMBER,
+            metavar="P",
+            help="Keep the most likely tokens of total probability P.",
+            rich_help_panel=PANEL,
         ),
     ] = 1.0
     min_p: Annotated[
         float,
         Option(
+            parser=NUMBER,
             metavar="P",
             help="Keep tokens at least P times as likely as the most likely one.",
             rich_help_panel=PANEL,
         ),
     ] = 0.0
     seed: Annotated[
-        int | None, Option(metavar="N", help="The same seed, the same output.", rich_help_panel=PANEL)
+        int | None,
+        Option(parser=WHOLE, metavar="N", help="The same seed, the same output.", rich_help_panel=PANEL),
     ] = None
     n: Annotated[
-        int, Option("--n", "-n", metavar="N", help="Outputs of each prompt.", rich_help_panel=PANEL)
+        int,
+        Option("--n", "-n", parser=WHOLE, metavar="N", help="Outputs of each prompt.", rich_help_panel=PANEL),
     ] = 1
     max_tokens: Annotated[
-        int, Option(metavar="N", help="Tokens of an output at most.", rich_help_panel=PANEL)
+        int, Option(parser=WHOLE, metavar="N", help="Tokens of an output at most.", rich_help_panel=PANEL)
     ] = 128
     min_tokens: Annotated[
-        int, Option(metavar="N", help="Tokens before anything may end an output.", rich_help_panel=PANEL)
+        int,
+        Option(
+            parser=WHOLE, metavar="N", help="Tokens before anything may end an output.", rich_help_panel=PANEL
+        ),
     ] = 0
     stop: Annotated[
         list[str] | None,
@@ -60,6 +91,7 @@ class SamplingOptions:
     stop_token_ids: Annotated[
         list[int] | None,
         Option(
+            parser=WHOLE,
             metavar="ID",
             help="A token id that ends an output; may be given several times.",
             rich_help_panel=PANEL,
@@ -72,20 +104,19 @@ class SamplingOptions:
     logprobs: Annotated[
         int | None,
         Option(
+            parser=WHOLE,
             metavar="K",
             help="Put the log probabilities of each token and of the K most likely ones into the JSON.",
             rich_help_panel=PANEL,
         ),
     ] = None
 
-    def params(self) -> SamplingParams:
+    def params(self, has_json: bool = True) -> SamplingParams:
         """As the engine takes them. ValueError names the option, its value and its bounds."""
         from pagedserve.engine.params import SamplingParams
 
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SamplingParams(
-            **{
-                name: () if value is None and name.startswith("stop") else value
-                for name, value in given.items()
-            }
-        )
+        if self.logprobs is not None and not has_json:
+            refuse("--logprobs: they are written as JSON only; give --json FILE, or - for standard output")
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        given.update(stop=self.stop or (), stop_token_ids=self.stop_token_ids or ())
+        return SamplingParams(**given)

@@ -5,30 +5,49 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagedserve.engine.engine import Engine
-from pagedserve.engine.outputs import CompletionState, Delta
+from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread ended with an error; nothing runs any more."""
+    """The engine was closed, or its thread ended with an error; nothing runs any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _StreamState:
+    """One caller of `AsyncEngine.stream`: where its deltas go, and what to abort when it leaves."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Delta | EngineDead] = field(default_factory=asyncio.Queue)
+    open_requests: set[int] = field(default_factory=set)
+    left: bool = False
+
+    def send(self, item: Delta | EngineDead) -> None:
+        """From any thread; a caller whose event loop is gone hears nothing."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class AsyncEngine:
     """Runs an `Engine` in a thread that sleeps when there is nothing to do.
 
-    Use it as a context manager, or call ``close``. The event loop never waits for the device: deltas reach
-    it through ``call_soon_threadsafe``. An error in the thread ends all streams with `EngineDead`.
+    Use it as a context manager, or call ``close``. The event loop never waits for the device, nor for the
+    tokeniser: prompts are taken in by worker threads, deltas come back through ``call_soon_threadsafe``. An
+    error in the thread ends all streams with `EngineDead`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # Guards the three below, and wakes the thread. Never held while the engine does something.
         self._woken = threading.Condition()
         self._closing = False
         self._error: BaseException | None = None
-        self._streams: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta | EngineDead]]] = {}
+        self._streams: set[_StreamState] = set()
         self._thread = threading.Thread(target=self._run, name="pagedserve-engine", daemon=True)
         self._thread.start()
 
@@ -51,75 +70,78 @@ class AsyncEngine:
     ) -> AsyncIterator[Delta]:
         """Deltas of all ``params.n`` completions as they come; each ends with one that has a finish reason.
 
-        ``options`` are those of `Engine.submit`. Leaving the iteration early aborts what has not ended.
+        ``options`` are those of `Engine.submit`. Leaving the iteration early, or being cancelled, aborts what
+        has not ended. Raises `EngineDead` when the engine stops by an error, or had stopped before.
         """
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
-        states = await asyncio.to_thread(self._submit, loop, queue, prompt, params, options)
-        open_requests = {state.sequence.request.id for state in states}
+        stream = _StreamState(asyncio.get_running_loop())
         try:
-            while open_requests:
-                delta = await queue.get()
-                if isinstance(delta, EngineDead):
-                    raise delta
-                if delta.finish_reason is not None:
-                    open_requests.discard(delta.request)
-                yield delta
+            await asyncio.to_thread(self._submit, stream, prompt, params, options)
+            while stream.open_requests:
+                item = await stream.queue.get()
+                if isinstance(item, EngineDead):
+                    raise item
+                if item.finish_reason is not None:
+                    stream.open_requests.discard(item.request)
+                yield item
         finally:
-            for request in open_requests:
-                self.abort(request)
+            self._leave(stream)
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a request's end; its stream ends with that finish reason."""
+        self.engine.abort(request, reason)
         with self._woken:
-            self.engine.abort(request, reason)
             self._woken.notify()
 
     def _submit(
         self,
-        loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[Delta | EngineDead],
+        stream: _StreamState,
         prompt: str | Sequence[int],
         params: SamplingParams,
         options: dict[str, Any],
-    ) -> list[CompletionState]:
-        def listen(delta: Delta) -> None:
-            if delta.finish_reason is not None:
-                self._streams.pop(delta.request, None)
-            _send(loop, queue, delta)
-
+    ) -> None:
+        self._check_alive()
+        states = self.engine.submit(prompt, params, stream.send, **options)
         with self._woken:
-            if self._error is not None or self._closing:
-                raise EngineDead(f"the engine has stopped: {self._error or 'it was closed'}")
-            states = self.engine.submit(prompt, params, listen, **options)
-            self._streams.update({state.sequence.request.id: (loop, queue) for state in states})
+            stream.open_requests = {state.sequence.request.id for state in states}
+            self._streams.add(stream)
             self._woken.notify()
-        return states
+            is_late = stream.left or self._closing
+        if is_late:
+            self._leave(stream)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._error is not None or self._closing:
+            raise EngineDead(f"the engine has stopped: {self._error or 'it was closed'}") from self._error
+
+    def _leave(self, stream: _StreamState) -> None:
+        """The caller has what it wanted, or gave up, perhaps while its prompt was still being taken in."""
+        stream.left = True
+        for request in stream.open_requests:
+            self.engine.abort(request)
+        with self._woken:
+            self._streams.discard(stream)
+            self._woken.notify()
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._woken:
-                    while not self._closing and not self.engine.is_ready:
-                        self._woken.wait(self.engine.seconds_to_wake)
-                if self._closing:
-                    break
+            while self._wait_for_work():
                 self.engine.step()
-            self._drain()
+            self.engine.abort_all()
+            while self.engine.is_ready:
+                self.engine.step()
         except BaseException as error:
-            self._error = error
-            dead = EngineDead(f"the engine has stopped: {error}")
-            dead.__cause__ = error
-            for loop, queue in {id(q): (lo, q) for lo, q in self._streams.values()}.values():
-                _send(loop, queue, dead)
+            with self._woken:
+                self._error = error
+                streams = list(self._streams)
+            for stream in streams:
+                dead = EngineDead(f"the engine has stopped: {error}")
+                dead.__cause__ = error
+                stream.send(dead)
 
-    def _drain(self) -> None:
-        for request in list(self._streams):
-            self.engine.abort(request)
-        while self.engine.is_ready:
-            self.engine.step()
-
-
-def _send(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(queue.put_nowait, item)
+    def _wait_for_work(self) -> bool:
+        """Sleep until a step would do something; False when it is time to close."""
+        with self._woken:
+            while not self._closing and not self.engine.is_ready:
+                self._woken.wait(self.engine.seconds_to_wake)
+            return not self._closing

@@ -140,6 +140,11 @@ class Engine:
         """Ask for a request's end; nothing happens if it has ended."""
         self.loop.abort(request, reason)
 
+    def abort_all(self, reason: str = "abort") -> None:
+        """Ask for the end of every request that was handed in."""
+        for request in list(self._live):
+            self.abort(request, reason)
+
     def step(self) -> bool:
         """One turn of the loop; False when there is nothing to do until something is handed in."""
         return self.loop.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.interrupts import InterruptsState
 from pagedserve.engine.model.load import LoadedModel, load_model
 from pagedserve.engine.model.placement import available_bytes
 from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
-from pagedserve.engine.outputs import Completion
+from pagedserve.engine.outputs import Completion, CompletionState
 from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import IllegalPlan, Limits, Policy
@@ -22,6 +24,10 @@ from pagedserve.policy import policy as policy_preset
 
 KV_SHARE_OF_MEMORY = 0.3
 DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class _Stuck(IllegalPlan):
+    """Nothing runs and nothing will."""
 
 
 class LLM:
@@ -114,35 +120,50 @@ class LLM:
             raise ValueError(
                 f"{len(each)} sampling params for {len(many)} prompts; give one, or one for each"
             )
-        groups = [self.engine.submit(prompt, own) for prompt, own in zip(many, each, strict=True)]
-        self._run(sum(len(group) for group in groups), progress)
+        groups: list[list[CompletionState]] = []
+        try:
+            for prompt, own in zip(many, each, strict=True):
+                groups.append(self.engine.submit(prompt, own))
+        except ValueError:
+            # What was handed in must not run in the next call.
+            self.engine.abort_all()
+            self.engine.step()
+            raise
+        with progress_bar(sum(len(group) for group in groups)) if progress else nullcontext() as advance:
+            self.finish_all(None if advance is None else lambda: advance(self.engine.num_live))
         return [[state.completion() for state in group] for group in groups]
 
-    def _run(self, num_requests: int, progress: bool) -> None:
-        if not progress:
-            while self.engine.has_work:
-                self._step()
-            return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def finish_all(self, after_step: Callable[[], None] | None = None) -> None:
+        """Step until every request has ended, calling ``after_step`` after each step.
 
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, transient=True) as bar:
-            task = bar.add_task("generating", total=num_requests)
-            while self.engine.has_work:
-                self._step()
-                bar.update(task, completed=num_requests - self.engine.num_live)
+        Ctrl-C takes effect between two steps and aborts what runs. Raises IllegalPlan if the policy leaves
+        requests waiting for ever. The engine can be used again after both.
+        """
+        engine, interrupts = self.engine, InterruptsState()
+        try:
+            with interrupts.holding():
+                while engine.has_work:
+                    with interrupts.step():
+                        moved = engine.step()
+                    if not moved and engine.has_work:
+                        self._sleep()
+                    if after_step is not None:
+                        after_step()
+        except (KeyboardInterrupt, _Stuck):
+            engine.abort_all()
+            while engine.is_ready:
+                engine.step()
+            raise
 
-    def _step(self) -> None:
-        if self.engine.step() or not self.engine.has_work:
-            return
-        wake_ns = self.engine.loop.wake_ns
-        if wake_ns is not None:
-            time.sleep(max(0, wake_ns - self.engine.loop.clock()) / 1e9)
-        else:
-            raise IllegalPlan(
+    def _sleep(self) -> None:
+        """Nothing can be scheduled now: wait for the time that the policy named."""
+        seconds = self.engine.seconds_to_wake
+        if seconds is None:
+            raise _Stuck(
                 f"the policy schedules nothing while {self.engine.num_live} requests wait and nothing runs: "
                 "they would wait for ever"
             )
+        time.sleep(seconds)
 
     def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
         """The record of everything generated so far."""
@@ -174,6 +195,17 @@ def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:
         pieces=TokenPieces.of(tokenizer),
         encode=lambda text: tokenizer.encode(text),
     )
+
+
+@contextmanager
+def progress_bar(num_requests: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the screen; call what it gives with the number of requests that have not ended."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("generating", total=num_requests)
+        yield lambda num_live: bar.update(task, completed=num_requests - num_live)
 
 
 def default_num_blocks(loaded: LoadedModel, max_model_len: int, max_num_seqs: int, block_size: int) -> int:

@@ -89,7 +89,11 @@ class EngineLoop:
         """
         if self._take_intake() or self._wake_is_due():
             self._blocked = False
-        plan = self._schedule() if self.scheduler.has_work and not self._blocked else None
+        plan = None
+        if not self.scheduler.has_work:
+            self.wake_ns = None
+        elif not self._blocked:
+            plan = self._schedule()
         if self._in_flight:
             self._commit()
         elif plan is None:

@@ -63,12 +63,14 @@ class Grid:
     def points(self, limits: Limits) -> list[Point]:
         """Every step of the grid, also those that do not fit ``limits``."""
         points: list[Point] = []
+        longest = limits.max_model_len - 2
         for tokens in self.chunk_tokens:
             points += [Point("chunk", (), ((tokens, context),)) for context in self.chunk_contexts]
         for batch in self.decode_batches:
             for context in self.decode_contexts:
                 points.append(Point("decode", (context,) * batch, ()))
-                uneven = skewed(batch, context, limits.max_model_len - 2)
+                # What is too long even when even is left out later, skewed or not.
+                uneven = skewed(batch, context, longest if context < longest else batch * context)
                 if max(uneven) > context:
                     points.append(Point("decode", uneven, ()))
             middle = (self.middle_context,) * batch

@@ -223,16 +223,16 @@ def plan_digest(plan: StepPlan) -> int:
     """A signed 64-bit hash of every decision in a plan, equal in any process."""
     flat = [plan.step or 0, len(plan.decodes), len(plan.new_requests)]
     flat += [request.id for request in plan.new_requests]
-    for chunk in plan.chunks:
-        flat += chunk
+    for rows in (plan.chunks, plan.filled):
+        flat.append(len(rows))
+        for row in rows:
+            flat += row
     for ids in (plan.joined, plan.left, plan.preempted, plan.departed):
         flat.append(len(ids))
         flat += ids
     for owner, blocks in plan.new_blocks:
         flat += (owner, len(blocks))
         flat += blocks
-    for pair in plan.filled:
-        flat += pair
     return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
 
 

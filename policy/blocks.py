@@ -147,15 +147,18 @@ class PagedAllocator(Allocator):
 
     def release(self, state: RequestState, fence: int | None) -> None:
         table, size, computed = state.block_table, self.block_size, state.num_computed_tokens
-        assert table, f"the blocks of request {state.id} were released twice"
-        assert self._used.issuperset(table), f"request {state.id} releases blocks that are not in use"
+        assert table, f"blocks of request {state.id} were released twice"
+        assert self._used.issuperset(table), f"blocks of request {state.id} were released twice"
         self.num_live_tokens -= computed
         if self._more_refs:
-            kept = [(index, block) for index, block in enumerate(table) if block in self._more_refs]
-            self.num_live_tokens += sum([max(0, min(size, computed - index * size)) for index, _ in kept])
-            table = [block for block in table if block not in self._more_refs]
-            for _, block in kept:
-                self._drop_ref(block, fence)
+            own: list[int] = []
+            for index, block in enumerate(table):
+                if block in self._more_refs:
+                    self.num_live_tokens += max(0, min(size, computed - index * size))
+                    self._drop_ref(block, fence)
+                else:
+                    own.append(block)
+            table = own
         table = table[::-1]
         self._used.difference_update(table)
         if self._late:

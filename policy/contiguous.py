@@ -25,6 +25,7 @@ class ContiguousAllocator(Allocator):
         super().bind(limits, prefix_caching)
         self.max_model_len = limits.max_model_len
         self._holes: list[tuple[int, int]] = [(0, self.num_blocks)]
+        self._runs: dict[int, int] = {}
         self._fences: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def fits(self, num_blocks: int, keep_free: int = 0) -> bool:
@@ -45,12 +46,13 @@ class ContiguousAllocator(Allocator):
         start, size = self._holes[index]
         self._holes[index : index + 1] = [(start + need, size - need)] if size > need else []
         self.num_free_blocks -= need
+        self._runs[start] = need
         state.block_table = list(range(start, start + need))
         return tuple(state.block_table)
 
     def release(self, state: RequestState, fence: int | None) -> None:
-        assert state.block_table, f"the blocks of request {state.id} were released twice"
-        start, size = state.block_table[0], len(state.block_table)
+        start, size = state.block_table[0] if state.block_table else -1, len(state.block_table)
+        assert self._runs.pop(start, None) == size, f"blocks of request {state.id} were released twice"
         self.num_live_tokens -= state.num_computed_tokens
         state.block_table = []
         self.num_releases += 1

@@ -23,6 +23,8 @@ class InFlightState:
     def samples(self, state: RequestState) -> bool:
         """Whether the step samples a token of the request."""
         first, last, step = state.samples_since, state.last_step, self.plan.step
+        if step in state.earlier_samples:
+            return True
         if first is None or last is None or step is None or not first <= step <= last:
             return False
         return step == first or bool(self.plan.decodes)

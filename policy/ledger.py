@@ -32,27 +32,28 @@ class BlockLedger:
 
     def shared(self, hits: Collection[int]) -> None:
         """Cached blocks are appended to one more table."""
-        if hits and (not 0 <= min(hits) <= max(hits) < self._num_blocks or len(hits) != len({*hits})):
-            raise IllegalPlan(
-                f"{self._who} found blocks {hits} in a pool of {self._num_blocks}, or one twice"
-            )
+        if hits and not 0 <= min(hits) <= max(hits) < self._num_blocks:
+            raise IllegalPlan(f"{self._who} found blocks {hits} in a pool of {self._num_blocks}")
         for block in hits:
             if block in self._held:
                 self._more_holders[block] = self._more_holders.get(block, 0) + 1
-        self._held.update(hits)
+            self._held.add(block)
 
     def returned(self, blocks: Collection[int], fence: int | None) -> None:
         """A table was given up; steps in flight up to ``fence`` touch its blocks."""
-        gone = set(blocks)
+        gone = blocks
         if self._more_holders:
-            for block in gone & self._more_holders.keys():
-                gone.remove(block)
-                self._more_holders[block] -= 1
-                if not self._more_holders[block]:
-                    del self._more_holders[block]
-        self._held -= gone
+            gone = [block for block in blocks if not self._drop_holder(block)]
+        self._held.difference_update(gone)
         if fence is not None:
             self._touched.setdefault(fence, set()).update(blocks)
+
+    def _drop_holder(self, block: int) -> bool:
+        """Take one further holder away, if there is one."""
+        more = self._more_holders.pop(block, 0)
+        if more > 1:
+            self._more_holders[block] = more - 1
+        return more > 0
 
     def committed(self, step: int) -> None:
         """Step ``step`` is done."""

@@ -86,6 +86,8 @@ class RequestState:
     """Tokens that had been computed before a preemption."""
     samples_since: int | None = None
     """First step of the present unbroken run of sampling steps, None while it computes its prompt."""
+    earlier_samples: tuple[int, ...] = ()
+    """Steps before that run that sampled for it and were in flight when the run was broken."""
     base_computed: int = 0
     base_sampled: int = 0
     base_last_step: int | None = None

@@ -136,7 +136,10 @@ class Scheduler:
             raise RuntimeError(
                 f"commit of step {step}; the oldest step in flight is {flight.plan.step if flight else None}"
             )
-        told = {outcome.request: outcome for outcome in outcomes}
+        told: dict[int, Outcome] = {}
+        for outcome in outcomes:
+            if told.setdefault(outcome.request, outcome) is not outcome:
+                raise ValueError(f"two outcomes of request {outcome.request} in step {step}; give one")
         if told or flight.plan.filled:
             flight.check_outcomes(told, self.states)
         self.in_flight.popleft()
@@ -168,6 +171,13 @@ class Scheduler:
         shape = self.group.shape(lengths, sum([chunk.samples for chunk in chunks]), decodes)
         rows = self.group.ids() if decodes else ()
         joined, left = self.group.take_changes()
+        if shape.num_tokens > self.limits.max_num_batched_tokens:
+            most = f"max_num_batched_tokens is {self.limits.max_num_batched_tokens}"
+            raise IllegalPlan(
+                f"{type(self.batching).__name__} made a step of {shape.num_tokens} tokens; {most}"
+            )
+        # A worker that never heard of a request, or will not hear of it again, is not told of its preemption.
+        known = [r for r in self._preempted if r in self.states and r not in step.new_requests]
         flight = InFlightState(StepPlan(number))
         if decodes:
             self._run_group(flight)
@@ -180,7 +190,7 @@ class Scheduler:
             rows,
             joined,
             left,
-            tuple(self._preempted),
+            tuple([r for r in known if self.states[r].first_schedule_ns is not None]),
             tuple(self._departed),
             tuple([(owner, blocks) for owner, blocks in step.new_blocks.items() if blocks]),
             tuple(flight.keys_due()),
@@ -251,8 +261,15 @@ class Scheduler:
 
     # Endings.
 
+    def break_run(self, state: RequestState) -> None:
+        """It samples no more for now: note the steps in flight that did."""
+        if self.in_flight:
+            steps = [flight.plan.step for flight in self.in_flight if flight.samples(state)]
+            state.earlier_samples = tuple([step for step in steps if step is not None])
+
     def unseat(self, state: RequestState) -> None:
         """Take away seat and blocks; the one release path of finish, abort and preemption."""
+        self.break_run(state)
         if state.group is not None:
             self.group.leave(state)
         del self.running[state.id]

@@ -32,6 +32,7 @@ class Step:
         self.new_requests: dict[int, Request] = {}
         self.new_blocks: dict[int, tuple[int, ...]] = {}
         self.preempted: list[int] = []
+        self._hits: dict[int, int] = {}
         self.wake_ns: int | None = None
         self.num_recomputed_tokens = self.num_prefix_hit_tokens = 0
 
@@ -89,6 +90,7 @@ class Step:
                 continue
             blocks = self._obtain(state, state.num_computed_tokens + 1)
             if blocks is None and state.group is not None:
+                scheduler.break_run(state)
                 group.leave(state)
                 scheduler.stalled[state.id] = state
             elif blocks is not None and state.group is not None:
@@ -182,12 +184,14 @@ class Step:
         self._num_tokens += chunk.num_tokens if chunk else int(self.decodes and victim.group is not None)
         self.new_blocks.pop(victim.id, None)
         if self.new_requests.pop(victim.id, None) is not None:
-            victim.first_schedule_ns = None
-            self.num_prefix_hit_tokens -= victim.num_prefix_hit_tokens
+            victim.first_schedule_ns, victim.num_prefix_hit_tokens = None, 0
         self._scheduler.unseat(victim)
         victim.move(Status.PREEMPTED)
         victim.num_preemptions += 1
-        victim.high_water = max(victim.high_water, victim.base_computed)
+        if victim.id in self._hits:
+            self.num_prefix_hit_tokens -= self._hits.pop(victim.id)
+        else:
+            victim.high_water = max(victim.high_water, victim.base_computed)
         victim.base_computed = 0
         self.preempted.append(victim.id)
         self._scheduler.waiting.push(victim, self.now_ns, resumes=True)
@@ -216,6 +220,7 @@ class Step:
         self._allocator.take_hits(state, hits)
         state.base_computed, state.samples_since = start, None
         self.new_blocks[state.id] = hits
+        self._hits[state.id] = start
         self.num_prefix_hit_tokens += start
         if state.first_schedule_ns is None:
             state.first_schedule_ns, state.num_prefix_hit_tokens = self.now_ns, start

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def save_tiny_model(folder: Path, *, chat: bool = True) -> Path:
+def save_tiny_model(folder: Path, *, chat: bool = True, **changes: Any) -> Path:
     """Two layers, 258 tokens: one for each byte, an end mark and a mark of users."""
     from safetensors.torch import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -37,8 +37,9 @@ def save_tiny_model(folder: Path, *, chat: bool = True) -> Path:
     from pagedserve.engine.model.weights import random_weights
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(dict(random_weights(ModelConfig.from_hf(CONFIG), 7).items()), folder / "model.safetensors")
+    config = {**CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(random_weights(ModelConfig.from_hf(config), 7).items()), folder / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -33,7 +33,16 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["--help"], ["--version"], ["simulate", "--help"], ["traces", "convert", "--help"]]
+    "args",
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        ["simulate", "--help"],
+        ["traces", "convert", "--help"],
+        ["generate", "--help"],
+        ["profile", "--help"],
+    ],
 )
 def test_help_is_quick_because_it_imports_nothing_heavy(args: list[str]) -> None:
     ran = _run([sys.executable, "-c", LIST_HEAVY, *args])
@@ -45,7 +54,9 @@ def test_heavy_imports_would_be_seen() -> None:
     assert ran.stderr == "['numpy']\n"
 
 
-@pytest.mark.parametrize("args", [["simulate"], ["report"], ["traces", "info"], ["traces", "convert"]])
+@pytest.mark.parametrize(
+    "args", [["simulate"], ["report"], ["traces", "info"], ["traces", "convert"], ["generate"], ["profile"]]
+)
 def test_help_has_examples_that_fit_a_narrow_terminal(args: list[str], run: Run) -> None:
     ran = run(*args, "--help")
     assert ran.code == 0

@@ -127,7 +127,7 @@ def test_no_neighbour_order_or_grouping_changes_a_row(data):
 
 @pytest.mark.parametrize("vocab_size", [49_152, 50_257])
 def test_a_real_vocabulary_on_one_thread_or_two(vocab_size):
-    """Rows off the vector width, nuclei too wide for the first ranking, and threads that split the batch."""
+    """Rows off the vector width, narrow and wide nuclei, and threads that split the batch."""
     params = [
         SamplingParams(seed=1),
         SamplingParams(seed=2, temperature=0.7, top_p=0.95),

@@ -151,6 +151,40 @@ def test_a2_blocks_shared_by_a_stalled_and_a_running_request(order: tuple[int, i
     drive.run([])
 
 
+def test_a2_a_hit_that_is_taken_back_in_its_step_waits_as_before() -> None:
+    """CASES A2: blocks are hit while a step in flight touches them, and lost again before the plan is made."""
+    within = Limits(12, 3, max_model_len=32, block_size=2, num_blocks=6)
+    drive = Drive(policy("vllm_v1"), within, 1)
+    family = {"family": 1, "shared": 4, "block_size": 2}
+    drive.add(scripted(0, 5, 9, **family))
+    drive.add(scripted(1, 3, 9))
+    drive.schedule()
+    drive.schedule()
+    drive.commit()
+    # Step 1 is in flight with both; 0 goes, and its prefix waits for it, to be hit by 2 already.
+    drive.abort(0)
+    assert drive.scheduler.allocator.num_quarantined_blocks == 3
+    drive.add(scripted(2, 5, 9, **family))
+    drive.scheduler.batching = AdmitThenPreempt()
+    assert not drive.schedule()
+    assert drive.scheduler.allocator.num_quarantined_blocks == 3
+    drive.scheduler.batching = policy("mixed").part("batching")
+    drive.abort(2)
+    # All that is free, and the two blocks, if they are thought to be free as well.
+    drive.add(scripted(3, 6, 1))
+    drive.schedule()
+    drive.run([])
+
+
+class AdmitThenPreempt:
+    """Admits, and thinks better of it."""
+
+    def compose(self, step: Step) -> None:
+        """Preempt the newest, which was just admitted."""
+        if step.admit_in_order():
+            step.preempt(list(step.running)[-1])
+
+
 class AdmissionsOnly:
     """Admits, and leaves those who run alone for a step."""
 
@@ -259,12 +293,24 @@ def test_a3_a_double_release_raises(allocator: str, fence: int | None) -> None:
     drive = Drive(policy("mixed", allocator=allocator), limits())
     drive.add(scripted(0, 3, 9))
     drive.schedule()
-    state = drive.states[0]
+    state, allocator = drive.states[0], drive.scheduler.allocator
+    allocator.release(state, fence)
+    with pytest.raises(AssertionError, match="request 0 were released twice"):
+        allocator.release(state, None)
+
+
+@pytest.mark.parametrize("fence", [None, 5])
+def test_a3_releasing_a_stale_table_raises(fence: int | None) -> None:
+    """CASES A3: a table kept beyond its release names blocks that are free, or quarantined."""
+    drive = Drive(policy("mixed"), limits())
+    drive.add(scripted(0, 3, 9))
+    drive.schedule()
+    state, allocator = drive.states[0], drive.scheduler.allocator
     table = list(state.block_table)
-    drive.scheduler.allocator.release(state, fence)
+    allocator.release(state, fence)
     state.block_table = table
-    with pytest.raises(AssertionError, match="twice"):
-        drive.scheduler.allocator.release(state, None)
+    with pytest.raises(AssertionError, match="request 0"):
+        allocator.release(state, None)
 
 
 @DEPTHS
