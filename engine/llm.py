@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,15 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
+    if items and all(isinstance(item, Integral) for item in items):
+        return [[int(item) for item in items]]
+    many: list[str | list[int]] = []
     for index, item in enumerate(items):
-        if not isinstance(item, str) and not all(isinstance(token, int) for token in item):
+        tokens = list(item) if isinstance(item, Iterable) else [None]
+        if not isinstance(item, str) and not all(isinstance(token, Integral) for token in tokens):
             raise ValueError(f"prompts[{index}] is neither text nor a list of token ids: {item!r}")
-    return [item if isinstance(item, str) else list(item) for item in items]
+        many.append(item if isinstance(item, str) else [int(token) for token in tokens])
+    return many
 
 
 def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:

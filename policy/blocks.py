@@ -123,8 +123,10 @@ class PagedAllocator(Allocator):
                 continue
             self._used.add(block)
             self.num_live_tokens += self.block_size
-            if self._quarantine.pop(block, None) is None:
+            if block in self._cached:
                 del self._cached[block]
+            else:
+                self._late[block] = self._quarantine.pop(block)
         state.block_table.extend(hits)
         self._count()
 
@@ -215,8 +217,9 @@ class PagedAllocator(Allocator):
     def committed(self, step: int) -> None:
         if self._late:
             self._late = {block: last for block, last in self._late.items() if last > step}
-        # A block that was hit meanwhile is in use again, or waits for a later step.
-        freed = [block for block in self._fences.pop(step, ()) if self._quarantine.get(block) == step]
+        # A block that was hit meanwhile is in use again, or waits once more, perhaps for a later step.
+        waited = dict.fromkeys(self._fences.pop(step, ()))
+        freed = [block for block in waited if self._quarantine.get(block) == step]
         if freed:
             for block in freed:
                 del self._quarantine[block]

@@ -233,25 +233,33 @@ def run_scrambled(
     return [states[index].completion() for index in range(len(texts))]
 
 
+def assert_nothing_held(engine: Engine) -> None:
+    """No request lives and no block is used; what the worker has departs with the next plan."""
+    scheduler = engine.scheduler
+    scheduler.check()
+    assert not engine.has_work
+    assert engine.num_live == 0
+    assert scheduler.allocator.num_free_blocks == scheduler.limits.num_blocks
+    assert scheduler.allocator.num_quarantined_blocks == scheduler.allocator.num_live_tokens == 0
+    assert not engine.runner._newcomers
+    assert not engine.runner._launched
+
+
 def assert_drained(engine: Engine) -> None:
     """CASES A5: no block, seat, sampling row or sequence outlives its request.
 
     The worker hears of departures with the next plan, so one more request is sent, and only it may be there.
     """
-    scheduler, worker = engine.scheduler, engine.runner
-    scheduler.check()
-    assert engine.num_live == 0
-    assert scheduler.allocator.num_free_blocks == scheduler.limits.num_blocks
-    assert scheduler.allocator.num_quarantined_blocks == scheduler.allocator.num_live_tokens == 0
+    assert_nothing_held(engine)
     (probe,) = engine.submit([1], greedy(1))
     while engine.has_work:
         assert engine.step() or not engine.has_work
     assert probe.finish_reason == "length"
-    assert set(worker.table.sequences) <= {probe.sequence.request.id}
-    assert set(worker.rows._slots) <= {probe.sequence.request.id}
-    assert len(worker.table._free_seats) >= scheduler.limits.max_num_seqs - 1
-    assert not worker._newcomers
-    assert not worker._launched
+    worker, own = engine.runner, {probe.sequence.request.id}
+    assert set(worker.table.sequences) <= own
+    assert set(worker.rows._slots) <= own
+    assert len(worker.table._free_seats) >= engine.limits.max_num_seqs - 1
+    assert_nothing_held(engine)
 
 
 @contextmanager

@@ -293,24 +293,25 @@ def test_a3_a_double_release_raises(allocator: str, fence: int | None) -> None:
     drive = Drive(policy("mixed", allocator=allocator), limits())
     drive.add(scripted(0, 3, 9))
     drive.schedule()
-    state, allocator = drive.states[0], drive.scheduler.allocator
-    allocator.release(state, fence)
+    state, pool = drive.states[0], drive.scheduler.allocator
+    pool.release(state, fence)
     with pytest.raises(AssertionError, match="request 0 were released twice"):
-        allocator.release(state, None)
+        pool.release(state, None)
 
 
 @pytest.mark.parametrize("fence", [None, 5])
-def test_a3_releasing_a_stale_table_raises(fence: int | None) -> None:
+@pytest.mark.parametrize("allocator", ["paged", "contiguous_max", "contiguous_limit"])
+def test_a3_releasing_a_stale_table_raises(allocator: str, fence: int | None) -> None:
     """CASES A3: a table kept beyond its release names blocks that are free, or quarantined."""
-    drive = Drive(policy("mixed"), limits())
+    drive = Drive(policy("mixed", allocator=allocator), limits())
     drive.add(scripted(0, 3, 9))
     drive.schedule()
-    state, allocator = drive.states[0], drive.scheduler.allocator
+    state, pool = drive.states[0], drive.scheduler.allocator
     table = list(state.block_table)
-    allocator.release(state, fence)
+    pool.release(state, fence)
     state.block_table = table
-    with pytest.raises(AssertionError, match="request 0"):
-        allocator.release(state, None)
+    with pytest.raises(AssertionError, match="request 0 were released twice"):
+        pool.release(state, None)
 
 
 @DEPTHS
