@@ -182,13 +182,14 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     items = list(prompts)
     if items and all(isinstance(item, Integral) for item in items):
         return [[int(item) for item in items]]
-    many: list[str | list[int]] = []
-    for index, item in enumerate(items):
-        tokens = list(item) if isinstance(item, Iterable) else [None]
-        if not isinstance(item, str) and not all(isinstance(token, Integral) for token in tokens):
-            raise ValueError(f"prompts[{index}] is neither text nor a list of token ids: {item!r}")
-        many.append(item if isinstance(item, str) else [int(token) for token in tokens])
-    return many
+    return [item if isinstance(item, str) else _as_ids(item, index) for index, item in enumerate(items)]
+
+
+def _as_ids(item: Any, index: int) -> list[int]:
+    tokens = list(item) if isinstance(item, Iterable) else None
+    if tokens is None or not all(isinstance(token, Integral) for token in tokens):
+        raise ValueError(f"prompts[{index}] is neither text nor a list of token ids: {item!r}")
+    return [int(token) for token in tokens]
 
 
 def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:

@@ -20,8 +20,9 @@ KV heads of 128):
 
 The last is a cost per sequence, which is not modelled; nor is imbalance between sequences of unequal length.
 Two parameters (attention efficiency and overhead) were read off these same tables. Published mean times per
-token of vLLM on an H100 at low load, from which nothing was read, come out within 10 %: Llama-2-7B and
-Qwen3-14B. Tensor parallelism is not described.
+token of vLLM on an H100 at low load, from which nothing was read, come out within 10 % by the device step
+alone (Llama-2-7B, Qwen3-14B); with the assumed host time added, 3 to 12 % off. Tensor parallelism is not
+described.
 """
 
 from collections.abc import Callable

@@ -123,5 +123,5 @@ def _check_sizes(trace_block_size: int, block_size: int) -> None:
         raise TraceError(
             f"the trace has ids for blocks of {trace_block_size} tokens and the scheduler's blocks hold "
             f"{block_size}: one must be a multiple of the other. Choose another block size, or drop the ids "
-            "with without_block_ids"
+            "with without_block_ids, on the command line --ignore-block-ids"
         )

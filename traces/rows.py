@@ -189,7 +189,7 @@ class RowsState:
         if self.on_error == "raise":
             raise TraceError(
                 f"{self.file} line {line}: {error.field} {error.problem}; found {error.value} "
-                '(on_error="drop" leaves such rows out and counts them)'
+                '(on_error="drop", on the command line --on-error drop, leaves such rows out and counts them)'
             ) from error
         self.count("dropped", f"{error.field} {error.problem}", line, error.field, error.value, row)
 

@@ -30,18 +30,19 @@ def test_a_profile_is_written_shown_and_named_by_its_hash(run: Run, model: Path,
     from pagedserve.engine.profile_grid import GRIDS
 
     path = tmp_path / "p.json"
-    ran = run("profile", "--model", model, "--out", path, *QUICK)
+    ran = run("profile", "--model", model, "--out", path, *QUICK, "--repeats", 3)
     assert (ran.code, ran.err) == (0, f"loading {model}\n")
     found = Profile.load(path)
     grid = GRIDS["small"]
     assert len(found.steps) == 6 + 10 + 3
+    assert {point.num_repeats for point in found.steps} == {3}
     assert [point.num_rows for point in found.host] == [1, 8]
     assert found.provenance["model"] == str(model)
     assert found.provenance["grid"]["chunk_tokens"] == list(grid.chunk_tokens)
     assert found.provenance["limits"]["max_num_seqs"] == 16
     lines = ran.out.splitlines()
     assert "float32: as requested" in lines
-    assert "measuring 19 steps and the host's time (1 row, 8 rows), 1 times each after a warm-up" in lines
+    assert "measuring 19 steps and the host's time (1 row, 8 rows), 3 times each after a warm-up" in lines
     assert lines[-1] == f"saved in {path} (sha256 {found.sha256()})"
     assert any(line.startswith(f"{model} in float32 on ") for line in lines)
     assert any("torch " in line and found.provenance["date"] in line for line in lines)

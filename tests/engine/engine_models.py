@@ -20,7 +20,7 @@ from pagedserve.engine.outputs import Completion, CompletionState, Delta
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.sampling.rows import SamplingBatch
 from pagedserve.engine.sampling.sampler import SampledTokens, sample
-from pagedserve.policy import Limits, Policy, Status, Step, policy
+from pagedserve.policy import Limits, Policy, policy
 
 # Matrices this small lose more to the threads' barriers than they gain, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -128,23 +128,6 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> tuple[tuple[int, ..
         shared = made[-1][: rng.randint(0, len(made[-1]))] if index % 3 == 2 else ()
         made.append((shared + own)[:longest])
     return tuple(made)
-
-
-class ChunksOf:
-    """Mixed batching with every prompt cut into chunks of ``size`` tokens, whatever the budget."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def compose(self, step: Step) -> None:
-        """Decode, then a chunk of every prompt in progress, then new ones."""
-        step.decode()
-        for state in step.prefilling():
-            if step.num_tokens and state.status is Status.RUNNING:
-                step.chunk(state, self.size)
-        while (state := step.next_waiting()) is not None:
-            if not step.admit(state, num_tokens=self.size):
-                break
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:

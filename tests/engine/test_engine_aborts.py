@@ -17,7 +17,7 @@ from engine_models import (
     run_all,
     small_limits,
 )
-from test_engine_preemption import PreemptAt
+from engine_rules import PreemptAt
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.outputs import CompletionState

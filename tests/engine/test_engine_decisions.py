@@ -4,11 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine_models import RULES, engine_of, greedy, ids_of, prompts, scripted, small_limits
+from engine_rules import PreemptAt
 from test_engine_limits import broken_logits
-from test_engine_preemption import PreemptAt
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.params import SamplingParams
@@ -157,7 +158,9 @@ def test_identical_when_a_row_has_no_token(depth: int) -> None:
     assert check_decisions(live, spec, check=True).first_difference is None
 
 
-def pressured(seed: int, wrap: Callable[[Scheduler], None] = lambda scheduler: None, **changes: Any) -> RunRecord:
+def pressured(
+    seed: int, wrap: Callable[[Scheduler], None] = lambda scheduler: None, **changes: Any
+) -> RunRecord:
     """A run of ``PRESSURED`` with these changes, overlapped, on few blocks."""
     return live_run(replace(PRESSURED, **changes), seed, 1, small_limits(num_blocks=25), wrap)
 
@@ -199,7 +202,7 @@ def test_a_planted_drift_is_seen(planted: dict[str, Any]) -> None:
     """The engine runs a policy that differs a little from the one the simulator is given."""
 
     def blind(scheduler: Scheduler) -> None:
-        scheduler.ledger.granted = lambda *args: None
+        scheduler.ledger.granted = mock.Mock()
 
     for seed in range(3):
         decisions = check_decisions(pressured(seed, blind, **planted), PRESSURED)

@@ -7,16 +7,17 @@ import pytest
 from engine_models import (
     KINDS,
     RULES,
-    ChunksOf,
     engine_of,
     greedy,
     hf_greedy,
+    ids_of,
     prompts,
     run_all,
     run_scrambled,
     small_limits,
     tiny_model,
 )
+from engine_rules import ChunksOf
 
 from pagedserve.engine.outputs import Completion
 from pagedserve.policy import Limits, Policy, policy
@@ -83,9 +84,9 @@ def test_every_allocator_under_pressure(allocator: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 16])
-def test_b1_the_batch_does_not_change_the_output(count: str) -> None:
+def test_b1_the_batch_does_not_change_the_output(count: int) -> None:
     """B1: every prompt alone (transformers) and inside batches of 1 to 16 gives the same tokens."""
-    texts = prompts(16, 3)[-int(count) :]
+    texts = prompts(16, 3)[-count:]
     with engine_of("vllm_v1", limits_of("whole")) as engine:
         assert_equal_to_hf("llama", texts, run_all(engine, texts, greedy(NUM_TOKENS)))
 
@@ -111,13 +112,11 @@ def test_every_block_size(block_size: int) -> None:
 
 def test_text_prompts_equal_their_ids() -> None:
     """A prompt given as text and as ids is the same prompt."""
+    text = "Grüße, 世界"
     with engine_of() as engine:
-        as_text, as_ids = run_all(engine, ["Grüße, 世界", list("Grüße, 世界".encode())], greedy(6))
-    from engine_models import ids_of
-
-    assert as_text.prompt_token_ids == tuple(ids_of("Grüße, 世界"))
-    assert as_text.token_ids == hf_greedy("llama", as_text.prompt_token_ids, 6)
-    assert as_ids.finish_reason == "length"
+        for completion in run_all(engine, [text, ids_of(text)], greedy(6)):
+            assert completion.prompt_token_ids == tuple(ids_of(text))
+            assert completion.token_ids == hf_greedy("llama", tuple(ids_of(text)), 6)
 
 
 @pytest.mark.long

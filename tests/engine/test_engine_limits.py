@@ -50,7 +50,9 @@ def test_a_pool_of_one_block(rule: str, depth: int) -> None:
             room = 16 - len(completion.prompt_token_ids) + 1
             assert completion.token_ids == hf_greedy("llama", completion.prompt_token_ids, room)
             assert completion.finish_reason == "length"
-        with pytest.raises(RequestRefused, match=r"17 prompt tokens and needs 2 KV blocks; the pool has 1 of 16"):
+        with pytest.raises(
+            RequestRefused, match=r"17 prompt tokens and needs 2 KV blocks; the pool has 1 of 16"
+        ):
             engine.submit(range(17), greedy(1))
         assert_drained(engine)
 
@@ -62,7 +64,9 @@ def test_prompts_at_the_edge_of_the_model(allocator: str, depth: int) -> None:
     text = tuple(range(MAX_MODEL_LEN))
     with engine_of(policy("mixed", allocator=allocator), depth=depth) as engine:
         for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 10 * MAX_MODEL_LEN):
-            message = rf"{length} prompt tokens; max_model_len is {MAX_MODEL_LEN}, .* to {MAX_MODEL_LEN - 1} or"
+            message = (
+                rf"{length} prompt tokens; max_model_len is {MAX_MODEL_LEN}, .* to {MAX_MODEL_LEN - 1} or"
+            )
             with pytest.raises(RequestRefused, match=message):
                 engine.submit(list(range(96)) * 10 if length > 97 else range(length), greedy(1))
         with pytest.raises(RequestRefused, match="0 prompt tokens; send at least 1"):
@@ -81,7 +85,9 @@ def test_a4_what_never_fits_the_pool_is_refused_and_blocks_nobody(depth: int) ->
     texts = prompts(4, 42, longest=20)
     with engine_of("vllm_v1", limits, depth=depth) as engine:
         states = [engine.submit(text, greedy(6))[0] for text in texts[:2]]
-        with pytest.raises(RequestRefused, match=r"33 prompt tokens and needs 9 KV blocks; the pool has 8 of 4"):
+        with pytest.raises(
+            RequestRefused, match=r"33 prompt tokens and needs 9 KV blocks; the pool has 8 of 4"
+        ):
             engine.submit(range(33), greedy(6))
         states += [engine.submit(text, greedy(6))[0] for text in texts[2:]]
         drain(engine)
@@ -112,8 +118,12 @@ def test_n_samples_are_bounded_like_requests() -> None:
         reasons = [state.finish_reason for state in states]
         assert reasons == ["length"] * 3 + ["error"] * 2
         assert states[4].completion().error == "3 requests wait and max_num_queued_reqs is 3; retry later"
-        assert [heard.reasons(state.sequence.request.id) for state in states] == [[reason] for reason in reasons]
-        assert engine.record().requests.column("finish_reason").to_pylist() == ["length"] * 3 + ["refused"] * 2
+        assert [heard.reasons(state.sequence.request.id) for state in states] == [
+            [reason] for reason in reasons
+        ]
+        assert (
+            engine.record().requests.column("finish_reason").to_pylist() == ["length"] * 3 + ["refused"] * 2
+        )
         assert_drained(engine)
 
 
@@ -201,7 +211,9 @@ def broken_logits(request: int, num_output_tokens: int, value: float) -> Iterato
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
-@pytest.mark.parametrize(("value", "words"), [(float("nan"), "contain NaN"), (float("inf"), r"contain \+inf")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "contain NaN"), (float("inf"), r"contain \+inf")]
+)
 def test_a_row_without_a_token_ends_only_its_request(
     value: float, words: str, num_tokens: int, depth: int
 ) -> None:

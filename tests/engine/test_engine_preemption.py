@@ -1,6 +1,5 @@
 """Recompute preemption never shows in the output: forced at every position, before and after the rule's choice."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -17,64 +16,15 @@ from engine_models import (
     small_limits,
     tiny_model,
 )
+from engine_rules import PreemptAt, PreemptAtRandom
 
 from pagedserve.metrics.summary import summarize
-from pagedserve.policy import IllegalPlan, Policy, RequestState, Step
-from pagedserve.policy.batching import BatchingRule, Mixed
+from pagedserve.policy import IllegalPlan, Policy, Step
+from pagedserve.policy.batching import Mixed
 
 NUM_TOKENS = 12
 CACHES = (False, True)
 DEPTHS = (0, 1)
-
-
-class PreemptAt:
-    """A rule that also preempts one request, once: when it has ``num_outputs`` tokens (in flight included).
-
-    ``after``: once the wrapped rule has composed the step, so that what it gave the victim is taken back.
-    """
-
-    def __init__(self, victim: int, num_outputs: int, after: bool = False, num_computed: int = 0) -> None:
-        self.inner: BatchingRule = Mixed()
-        self.victim, self.num_outputs, self.num_computed, self.after = victim, num_outputs, num_computed, after
-        self.num_forced = 0
-
-    def compose(self, step: Step) -> None:
-        """The wrapped rule, and the preemption before or after it."""
-        if self.after:
-            self.inner.compose(step)
-        for state in list(step.running):
-            if self._is_due(state):
-                step.preempt(state)
-                self.num_forced += 1
-        if not self.after:
-            self.inner.compose(step)
-
-    def _is_due(self, state: RequestState) -> bool:
-        return (
-            state.id == self.victim
-            and not self.num_forced
-            and state.num_output_tokens == self.num_outputs
-            and state.num_computed_tokens >= self.num_computed
-        )
-
-
-class PreemptAtRandom:
-    """Preempts any running request with a chance of ``share`` in every step, before or after the rule."""
-
-    def __init__(self, seed: int, share: float) -> None:
-        self.inner: BatchingRule = Mixed()
-        self.rng, self.share = random.Random(seed), share
-
-    def compose(self, step: Step) -> None:
-        """Preempt, compose, preempt."""
-        self._preempt_some(step)
-        self.inner.compose(step)
-        self._preempt_some(step)
-
-    def _preempt_some(self, step: Step) -> None:
-        for state in list(step.running):
-            if state.num_output_tokens < state.limit and self.rng.random() < self.share:
-                step.preempt(state)
 
 
 def check_outputs(kind: str, texts: Sequence[tuple[int, ...]], outputs: Sequence[Sequence[int]]) -> None:
@@ -95,7 +45,7 @@ def test_b2_forced_preemption_at_every_output_position(caches: bool, depth: int,
             heard = Heard()
             states = [engine.submit(text, greedy(NUM_TOKENS), heard)[0] for text in texts]
             drain(engine)
-            assert engine.scheduler.batching.num_forced == 1
+            assert engine.scheduler.num_preemptions == 1
             rows = engine.record().requests.to_pylist()
             assert_drained(engine)
         check_outputs("llama", texts, [heard.tokens(state.sequence.request.id) for state in states])

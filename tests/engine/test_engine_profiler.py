@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,22 @@ def test_what_does_not_fit_is_left_out_and_nothing_else() -> None:
             or sum(-(-length // 4) for length in lengths) > 10
             or point.shape.num_tokens > 24
         )
+
+
+@pytest.mark.parametrize(
+    ("point", "least"),
+    [
+        (Point("chunk", (), ((8, 20),)), Limits(8, 1, 29, 4, 7)),
+        (Point("mixed", (7, 3), ((5, 2),)), Limits(7, 3, 9, 4, 5)),
+    ],
+    ids=str,
+)
+def test_a_step_fits_limits_of_its_own_size_and_none_smaller(point: Point, least: Limits) -> None:
+    assert point.fits(least)
+    for name in ("max_num_batched_tokens", "max_model_len", "num_blocks"):
+        assert not point.fits(replace(least, **{name: getattr(least, name) - 1}, max_num_seqs=1)), name
+    if least.max_num_seqs > 1:
+        assert not point.fits(replace(least, max_num_seqs=least.max_num_seqs - 1))
 
 
 @pytest.mark.parametrize("changes", [{"max_model_len": 24}, {"num_blocks": 5}, {"max_num_batched_tokens": 7}])

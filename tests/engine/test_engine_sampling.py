@@ -10,7 +10,6 @@ import torch
 from engine_models import (
     EOS,
     NUM_TOKENS,
-    ChunksOf,
     drain,
     engine_of,
     greedy,
@@ -23,7 +22,7 @@ from engine_models import (
     tiny_model,
     vocabulary,
 )
-from test_engine_preemption import PreemptAtRandom
+from engine_rules import ChunksOf, PreemptAtRandom
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.outputs import Completion
@@ -43,7 +42,9 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def seeded(name: str, seed: int, **options: Any) -> SamplingParams:
-    return SamplingParams(**{**CHOICES[name], "seed": seed, "max_tokens": LENGTH, "ignore_eos": True, **options})
+    return SamplingParams(
+        **{**CHOICES[name], "seed": seed, "max_tokens": LENGTH, "ignore_eos": True, **options}
+    )
 
 
 def cases() -> list[tuple[tuple[int, ...], SamplingParams]]:

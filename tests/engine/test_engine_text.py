@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from engine_models import Heard, assert_drained, drain, engine_of, greedy, ids_of, scripted, tokenizer
-from test_engine_preemption import PreemptAtRandom
+from engine_rules import PreemptAtRandom
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.outputs import Completion

@@ -137,20 +137,19 @@ class Drive:
         while self.in_flight:
             self.commit()
         planned: StepPlan | None = None
-        idle = 0
         while True:
             self._take_events(todo, self.now_ns)
             # An empty plan made while a step was in flight is asked for again, now that it is committed.
             launched = planned or self.schedule()
             planned = None
             if not launched:
-                # A rule that preempts all that runs makes an empty plan and is asked again; more is a hang.
-                idle = 0 if todo else idle + 1
-                if idle > self.scheduler.has_work:
+                instants = [todo[0][0]] if todo else []
+                instants += [] if launched.wake_ns is None else [launched.wake_ns]
+                if not instants:
                     break
-                self.now_ns = todo[0][0] if todo else self.now_ns + STEP_NS
+                assert min(instants) > self.now_ns, "asked to be woken now, which would never end"
+                self.now_ns = min(instants)
                 continue
-            idle = 0
             if self.depth:
                 planned = self.schedule()
             end_ns = (self.now_ns // STEP_NS + 1) * STEP_NS

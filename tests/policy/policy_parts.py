@@ -78,6 +78,27 @@ class SmallChunks:
 
 
 @dataclass(slots=True)
+class WaitForCompany:
+    """Starts when ``num_wanted`` requests wait or the first has waited ``patience_ns``; otherwise ``mixed``."""
+
+    num_wanted: int = 2
+    patience_ns: int = 50
+
+    def compose(self, step: Step) -> None:
+        """Say when to ask again while nothing is started."""
+        step.decode()
+        step.continue_prefills()
+        first = step.next_waiting()
+        if first is None:
+            return
+        due_ns = first.request.arrival_ns + self.patience_ns
+        if step.num_waiting >= self.num_wanted or step.now_ns >= due_ns or first.num_preemptions:
+            step.admit_in_order()
+        else:
+            step.wake_at(due_ns)
+
+
+@dataclass(slots=True)
 class PreemptAt:
     """``mixed``, but a request is preempted once, as soon as it has ``outputs`` tokens."""
 
@@ -93,3 +114,28 @@ class PreemptAt:
         step.decode()
         step.continue_prefills()
         step.admit_in_order()
+
+
+class AdmitThenPreempt:
+    """Admits, and thinks better of it."""
+
+    def compose(self, step: Step) -> None:
+        """Preempt the newest, which was just admitted."""
+        if step.admit_in_order():
+            step.preempt(list(step.running)[-1])
+
+
+class AdmissionsOnly:
+    """Admits, and leaves those who run alone for a step."""
+
+    def compose(self, step: Step) -> None:
+        """Admit."""
+        step.admit_in_order()
+
+
+class DecodesOnly:
+    """Leaves prompts alone for a step."""
+
+    def compose(self, step: Step) -> None:
+        """Decode."""
+        step.decode()

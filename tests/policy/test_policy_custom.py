@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from policy_driver import STEP_NS, Drive
-from policy_parts import Ageing, ShortestPromptFirst, SmallChunks
+from policy_parts import Ageing, ShortestPromptFirst, SmallChunks, WaitForCompany
 from policy_scripts import scripted
 
 from pagedserve.policy import Limits, Policy, RequestState, Step, policy, policy_names
@@ -227,6 +227,18 @@ def test_a_smaller_second_try_at_admission_is_not_mistaken_for_the_first() -> No
     # Two blocks are free: 6 tokens do not fit beside the decode's fifth block, 2 do.
     plan = drive.schedule()
     assert [(c.request, c.num_tokens) for c in plan.chunks] == [(0, 2)] or plan.chunks[-1].num_tokens == 2
+
+
+def test_a_rule_may_ask_to_be_woken() -> None:
+    """Request 0 waits for company until its patience ends; 1 and 2 keep each other company."""
+    drive = Drive(policy("mixed", batching=WaitForCompany(num_wanted=2, patience_ns=50)), LIMITS)
+    drive.run([scripted(0, 2, 2, arrival_ns=5), *(scripted(i, 2, 2, arrival_ns=100 * i) for i in (2, 3, 4))])
+    assert [drive.states[i].first_schedule_ns for i in (0, 2, 3, 4)] == [55, 250, 350, 450]
+    both = Drive(policy("mixed", batching=WaitForCompany(num_wanted=2, patience_ns=50)), LIMITS)
+    both.run([scripted(0, 2, 2, arrival_ns=5), scripted(1, 2, 2, arrival_ns=25)])
+    assert [both.states[i].first_schedule_ns for i in range(2)] == [25, 25]
+    plan = Drive(policy("mixed", batching=WaitForCompany()), LIMITS).schedule()
+    assert plan.wake_ns is None
 
 
 def test_contiguous_allocator_of_ones_own() -> None:

@@ -75,7 +75,7 @@ class Promises:
 
 
 @pytest.mark.parametrize("rule", [*RULES, SmallChunks()])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)), min_size=1, max_size=6
