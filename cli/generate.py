@@ -236,13 +236,17 @@ def _trace(prompts: Sequence[Sequence[int]], params: SamplingParams) -> dict[str
 
 
 def _read(name: str) -> str:
+    """One prompt: a file's text without its last line end."""
     if name == "-":
         text = sys.stdin.read()
     else:
         path = Path(name)
         if not path.is_file():
             refuse(
-                f"--prompt-file {name}: {'a folder' if path.is_dir() else 'nothing there'}; name a text file"
+                f"--prompt-file {name}: {'a folder' if path.is_dir() else 'nothing there'}; give a text file"
             )
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            refuse(f"--prompt-file {name}: not UTF-8 text ({error}); give a text file")
     return text.removesuffix("\n").removesuffix("\r")

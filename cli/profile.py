@@ -161,9 +161,10 @@ def _spread(found: Profile) -> str:
 def _provenance(found: Profile) -> list[str]:
     """Where, on what and by what the times were taken."""
     own = found.provenance
+    threads = "1 thread" if own["num_threads"] == 1 else f"{own['num_threads']} threads"
     versions = ", ".join(f"{name} {number}" for name, number in own["versions"].items())
     return [
-        f"{own['model']} in {own['dtype']} on {own['device_name']} ({own['device']}), {own['num_threads']} "
-        f"threads of {own['num_cpus']} CPUs, attention {own['attention']}",
+        f"{own['model']} in {own['dtype']} on {own['device_name']} ({own['device']}), {threads} of "
+        f"{own['num_cpus']} CPUs, attention {own['attention']}",
         f"{versions}; {own['date']}",
     ]

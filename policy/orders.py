@@ -4,9 +4,10 @@ A rule of one's own is a class with the one method; say ``key_is_fixed = True`` 
 not depend on the time, and it is computed once instead of at every instant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from pagedserve.policy.errors import IllegalPlan
 from pagedserve.policy.request import RequestState
 
 
@@ -49,3 +50,30 @@ class Newest:
     def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
         """The last of ``candidates``."""
         return candidates[-1] if candidates else None
+
+
+def choose_victim(
+    rule: VictimRule,
+    candidates: list[RequestState],
+    needy: RequestState,
+    num_releasable: Callable[[RequestState], int],
+    now_ns: int,
+) -> RequestState | None:
+    """The rule's choice among ``candidates`` whose preemption frees a block.
+
+    Requests whose blocks are all shared are passed over; if that leaves nobody, the rule's first choice goes
+    all the same, for then only several victims together free a block.
+    """
+    first = None
+    while candidates:
+        victim = rule.pick(candidates, now_ns)
+        if victim is not None and victim not in candidates:
+            raise IllegalPlan(
+                f"{type(rule).__name__} picked request {victim.id}, which is {victim.status.value} and not "
+                "among the candidates it was given"
+            )
+        if victim is None or victim is needy or num_releasable(victim):
+            return victim
+        first = first or victim
+        candidates.remove(victim)
+    return first

@@ -12,7 +12,7 @@ from pagedserve.policy.in_flight import InFlightState
 from pagedserve.policy.invariants import check_scheduler
 from pagedserve.policy.ledger import BlockLedger
 from pagedserve.policy.limits import Limits
-from pagedserve.policy.orders import VictimRule
+from pagedserve.policy.orders import VictimRule, choose_victim
 from pagedserve.policy.plan import Finished, Outcome, PrefillChunk, StepPlan
 from pagedserve.policy.queue import WaitingQueue
 from pagedserve.policy.request import Request, RequestState, Status
@@ -235,25 +235,9 @@ class Scheduler:
                 flight.ends.append(state)
 
     def choose_victim(self, needy: RequestState, now_ns: int) -> RequestState | None:
-        """The victim rule's choice among running requests whose preemption frees a block.
-
-        Requests whose blocks are all shared are passed over; if that leaves nobody, the rule's first choice
-        goes all the same, for then only several victims together free a block.
-        """
+        """Who gives way to ``needy``; see `pagedserve.policy.orders.choose_victim`."""
         candidates = [state for state in self.running.values() if state.id not in self.draining]
-        first = None
-        while candidates:
-            victim = self.victims.pick(candidates, now_ns)
-            if victim is not None and victim not in candidates:
-                raise IllegalPlan(
-                    f"{type(self.victims).__name__} picked request {victim.id}, which is "
-                    f"{victim.status.value} and not among the candidates it was given"
-                )
-            if victim is None or victim is needy or self.allocator.num_releasable(victim):
-                return victim
-            first = first or victim
-            candidates.remove(victim)
-        return first
+        return choose_victim(self.victims, candidates, needy, self.allocator.num_releasable, now_ns)
 
     def num_draining_blocks(self) -> int:
         """Blocks of requests that end with a step in flight."""

@@ -241,6 +241,7 @@ BEFORE_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no prompt": ((), ("no prompt", "--prompt-file")),
     "missing prompt file": (("--prompt-file", "nope.txt"), ("nope.txt", "nothing there")),
     "folder as prompt file": (("--prompt-file", "/"), ("a folder",)),
+    "no text as prompt file": (("--prompt-file", sys.executable), ("--prompt-file", "not UTF-8 text")),
     "standard input twice": (("--prompt-file", "-", "--prompt-file", "-"), ("once",)),
     "temperature": (("--temperature", "-1", "x"), ("temperature is -1.0", "[0.0, 100.0]", "greedy")),
     "no number": (("--temperature", "warm", "x"), ("--temperature", "'warm' is not a number")),
@@ -373,7 +374,7 @@ def test_an_interrupt_ends_the_line_and_the_process_with_130(tmp_path: Path) -> 
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
     )
     stdout: Any = process.stdout
     assert 0 < len(stdout.read1(1 << 16)) < 4096, "text came in small pieces"

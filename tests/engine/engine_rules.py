@@ -60,7 +60,10 @@ class PreemptAt:
 
 
 class PreemptAtRandom:
-    """Preempts any running request with a chance of ``share`` in every step, before or after the rule."""
+    """Preempts any running request with a chance of ``share`` in every step, before and after the rule.
+
+    After it at least one stays, so that a step in which all gave way is made up for when composed again.
+    """
 
     def __init__(self, seed: int, share: float) -> None:
         self.inner = Mixed()
@@ -68,11 +71,11 @@ class PreemptAtRandom:
 
     def compose(self, step: Step) -> None:
         """Preempt, compose, preempt."""
-        self._preempt_some(step)
+        self._preempt_some(step, list(step.running))
         self.inner.compose(step)
-        self._preempt_some(step)
+        self._preempt_some(step, list(step.running)[1:])
 
-    def _preempt_some(self, step: Step) -> None:
-        for state in list(step.running):
+    def _preempt_some(self, step: Step, states: list[RequestState]) -> None:
+        for state in states:
             if state.num_output_tokens < state.limit and self.rng.random() < self.share:
                 step.preempt(state)
