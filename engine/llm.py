@@ -9,8 +9,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine, Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
@@ -24,6 +22,7 @@ from pagedserve.policy import IllegalPlan, Limits, Policy
 from pagedserve.policy import policy as policy_preset
 
 KV_SHARE_OF_MEMORY = 0.3
+DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -36,8 +35,8 @@ class LLM:
 
     ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
     ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None takes
-    what all sequences could use, at most a third of the memory that is free. ``decisions`` says in words what
-    was chosen for you.
+    what all sequences could use, at most 1 GiB and a third of the memory that is free. ``decisions`` says in
+    words what was chosen for you.
     """
 
     def __init__(
@@ -214,15 +213,17 @@ def progress_bar(num_requests: int) -> Iterator[Callable[[int], None]]:
 
 
 def default_num_blocks(loaded: LoadedModel, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
-    """Blocks for ``max_num_seqs`` sequences of full length, at most a third of the free memory."""
-    wanted = max_num_seqs * -(-max_model_len // block_size)
+    """Blocks for ``max_num_seqs`` sequences of full length, within ``DEFAULT_KV_BYTES`` and the free memory.
+
+    One sequence of full length always gets its blocks, if they fit a third of the free memory.
+    """
+    one = -(-max_model_len // block_size)
     model = loaded.model
+    block_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) * block_size
+    wanted = min(max_num_seqs * one, max(one, DEFAULT_KV_BYTES // block_bytes))
     free = available_bytes(model.device)
     if free is None:
         return wanted
-    block_bytes = (
-        model.config.kv_bytes_per_token(torch.empty(0, dtype=model.dtype).element_size()) * block_size
-    )
     fits = int(free * KV_SHARE_OF_MEMORY) // block_bytes
     if fits < 1:
         raise ValueError(f"{free:,} bytes are free and one KV block takes {block_bytes:,}: free some memory")

@@ -27,7 +27,7 @@ QUESTIONS = (
     "Repeat after me, word for word: paged attention keeps keys and values in blocks of a fixed size.",
     "2 + 2 =",
 )
-LENGTH = 24
+LENGTH = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
 

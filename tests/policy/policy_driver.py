@@ -80,7 +80,7 @@ class Drive:
             if script is None:
                 self.num_discarded += 1
                 # A runner does not know that the row is dead, and says what it saw.
-                outcomes.append(Outcome(request, 1, "stop"))
+                outcomes.append(Outcome(request, 1, "stop", keys.pop(request, ())))
                 continue
             self.emitted[request].append(plan.step)
             count = len(self.emitted[request])
@@ -104,12 +104,11 @@ class Drive:
         return finished
 
     def _keys(self, plan: StepPlan) -> dict[int, tuple[Hashable, ...]]:
-        """Keys due for blocks of live requests."""
+        """Keys of the blocks that the plan names, by request."""
         keys: dict[int, tuple[Hashable, ...]] = {}
         for request, index in plan.filled:
-            if request in self.live:
-                key = block_key(self.live[request], index, self.limits.block_size)
-                keys[request] = (*keys.get(request, ()), key)
+            key = block_key(self.mirror.scripts[request], index, self.limits.block_size)
+            keys[request] = (*keys.get(request, ()), key)
         return keys
 
     def _check_end(self, request: int) -> None:

@@ -246,6 +246,23 @@ def test_a1_aborted_after_a_stall_that_overlaps_its_last_token() -> None:
     drive.run([])
 
 
+def test_a1_only_steps_that_sample_a_token_are_discarded() -> None:
+    """CASES A1: two steps are in flight and only the second decodes: one token is discarded, not two."""
+    drive = Drive(policy("prefill_first"), limits(), 1)
+    drive.add(scripted(0, 3, 9))
+    drive.schedule()
+    drive.add(scripted(1, 2, 1))
+    assert [chunk.request for chunk in drive.schedule().chunks] == [1]
+    drive.commit()
+    assert drive.schedule().decodes == (0,)
+    drive.abort(0)
+    drive.commit()
+    drive.commit()
+    assert drive.scheduler.num_discarded_tokens == 1
+    assert drive.states[0].num_output_tokens == 1
+    drive.run([])
+
+
 def test_a3_the_row_behind_a_stop_releases_once() -> None:
     """CASES A3: a request that stops with one row in flight gives its blocks back one time."""
     drive = Drive(policy("mixed"), limits(num_blocks=4), 1)

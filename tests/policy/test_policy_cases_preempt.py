@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from policy_driver import Drive
-from policy_parts import PreemptAt
+from policy_parts import AdmissionsOnly, DecodesOnly, OldestVictim, PreemptAt, ShortestPromptFirst
 from policy_scripts import Script, scripted
 
 from pagedserve.policy import Limits, policy
@@ -86,6 +86,40 @@ def test_f3_preempted_requests_resume_before_newcomers_in_arrival_order(depth: i
     starts = [(plan.step or 0, c.request) for plan in drive.plans for c in plan.chunks if c.start == 0]
     resumed = [request for _, request in sorted(starts)][3:]
     assert resumed == [1, 2, 3]
+
+
+def test_f3_a_preempted_request_comes_before_whatever_the_order_prefers() -> None:
+    """CASES F3: the admission order ranks those that never ran; who was preempted resumes first."""
+    drive = Drive(policy("mixed", watermark=0.0, order=ShortestPromptFirst()), limits(num_blocks=4))
+    drive.run([scripted(0, 3, 6), scripted(1, 3, 6), scripted(2, 1, 1, arrival_ns=25)])
+    assert drive.states[1].num_preemptions == 1
+    assert [chunk.request for plan in drive.plans for chunk in plan.chunks] == [0, 1, 1, 2]
+
+
+def test_a_victim_whose_blocks_are_all_shared_is_passed_over() -> None:
+    """CASES A2: preempting it would free nothing, so the rule is asked for another."""
+    within = Limits(4, 3, max_model_len=32, block_size=2, num_blocks=6)
+    drive = Drive(policy("vllm_v1", victim=OldestVictim(), scheduler_reserve_full_isl=False), within)
+    family = {"family": 1, "shared": 4, "block_size": 2}
+    drive.add(scripted(0, 8, 1, **family))
+    drive.schedule()
+    drive.commit()
+    drive.add(scripted(1, 5, 8, **family))
+    # The rest of the budget begins request 2, which holds two blocks of its own.
+    drive.add(scripted(2, 6, 1))
+    drive.scheduler.batching = AdmissionsOnly()
+    assert drive.schedule().num_prefix_hit_tokens == 4
+    drive.commit()
+    drive.scheduler.batching = DecodesOnly()
+    for _ in range(3):
+        drive.schedule()
+        drive.commit()
+    # Request 1 needs a fifth block. Request 0, the oldest, holds two blocks that 1 holds as well.
+    drive.scheduler.batching = policy("mixed").part("batching")
+    plan = drive.schedule()
+    assert plan.preempted == (1,)
+    assert [(chunk.request, chunk.start) for chunk in plan.chunks] == [(0, 4)]
+    drive.run([])
 
 
 def thrash(watermark: float) -> Drive:
