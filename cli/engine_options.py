@@ -87,7 +87,7 @@ class EngineOptions:
             "--num-gpu-blocks-override",
             parser=whole(1),
             metavar="N",
-            help="KV blocks in the pool; by default what all requests could use, at most 1 GiB or a third of free memory.",
+            help="KV blocks in the pool; default: what all requests could use, within 1 GiB and a third of free memory.",
             rich_help_panel=LIMITS_PANEL,
         ),
     ] = None
