@@ -87,7 +87,7 @@ class EngineOptions:
             "--num-gpu-blocks-override",
             parser=whole(1),
             metavar="N",
-            help="KV blocks in the pool; default: what all requests could use, within 1 GiB and a third of free memory.",
+            help="KV blocks; default: what all requests could use, within 1 GiB and a third of free memory.",
             rich_help_panel=LIMITS_PANEL,
         ),
     ] = None
