@@ -84,7 +84,6 @@ class SequenceTable:
             sequence.seat = seat = self._free_seats.pop()
             self._num_blocks[seat] = 0
             self._num_tokens[seat] = len(sequence.token_ids)
-            self._last_token[seat] = sequence.token_ids[-1]
         seat = sequence.seat
         held = int(self._num_blocks[seat])
         self._tables[seat, held : held + len(blocks)] = blocks

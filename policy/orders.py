@@ -39,7 +39,8 @@ class VictimRule(Protocol):
     def pick(self, candidates: Sequence[RequestState], now_ns: int) -> RequestState | None:
         """One of ``candidates`` (running requests in admission order, the one in need included), or None.
 
-        Picking the one in need makes it wait; None preempts nobody, and it stays with what it holds.
+        Picking the one in need makes it wait; None preempts nobody, and it stays with what it holds. A rule
+        under which requests can evict each other in turn, such as "oldest", may never end.
         """
         ...
 

