@@ -40,7 +40,7 @@ class Ask:
 
 def random_ask(rng: random.Random, said: list[tuple[int, ...]]) -> Ask:
     """A new text, or a turn that goes on from one that was answered."""
-    text = rng.choice(said)[:60] + (1, 2) if said and rng.random() < 0.3 else rng.choice(prompts(30, 71))
+    text = (*rng.choice(said)[:60], 1, 2) if said and rng.random() < 0.3 else rng.choice(prompts(30, 71))
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
         top_k=rng.choice([0, 0, 30]),
@@ -140,9 +140,8 @@ def run_at_random(seed: int) -> None:
                 engine.step()
                 after_step()
             for _, states in sent:
-                for state in states:
-                    if state.finish_reason in ("stop", "length"):
-                        said.append(state.completion().prompt_token_ids + tuple(state.token_ids))
+                ended = [state for state in states if state.finish_reason in ("stop", "length")]
+                said += [(*state.completion().prompt_token_ids, *state.token_ids) for state in ended]
         drain(engine, after_step)
         assert_drained(engine)
         for ask, states in sent:
