@@ -1,8 +1,9 @@
 """The KV pool: what every allocator offers, and the paged one with its prefix cache."""
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import chain
 
 from pagedserve.policy.limits import Limits
 from pagedserve.policy.request import RequestState
@@ -54,7 +55,7 @@ class Allocator(ABC):
         """Step ``step`` is done: what waited for it becomes free."""
 
     @abstractmethod
-    def check(self, running: Iterable[RequestState]) -> None:
+    def check(self, running: Collection[RequestState]) -> None:
         """Recompute every invariant from the block tables; AssertionError names what is off."""
 
     def num_releasable(self, state: RequestState) -> int:
@@ -227,23 +228,22 @@ class PagedAllocator(Allocator):
             self.num_releases += 1
             self._count()
 
-    def check(self, running: Iterable[RequestState]) -> None:
-        refs, filled = [0] * self.num_blocks, [0] * self.num_blocks
-        for state in running:
-            left = state.num_computed_tokens
-            assert len(state.block_table) * self.block_size >= left, f"request {state.id} lacks slots"
-            for block in state.block_table:
-                refs[block] += 1
-                filled[block] = max(filled[block], min(self.block_size, left))
-                left = max(0, left - self.block_size)
-        used = {block for block, count in enumerate(refs) if count}
-        more = {block: count - 1 for block, count in enumerate(refs) if count > 1}
+    def check(self, running: Collection[RequestState]) -> None:
+        tables = [state.block_table for state in running]
+        for state, table in zip(running, tables, strict=True):
+            room = len(table) * self.block_size
+            assert room >= state.num_computed_tokens, f"request {state.id} lacks slots"
+        refs = Counter(chain.from_iterable(tables))
+        used, more = set(refs), {block: count - 1 for block, count in refs.items() if count > 1}
         assert (used, more) == (self._used, self._more_refs), "references differ from the block tables"
         parts = [*self._free, *self._cached, *self._quarantine, *used]
-        assert sorted(parts) == list(range(self.num_blocks)), (
-            "free + cached + used + quarantined is not total"
+        whole = (
+            len(parts) == len({*parts}) == self.num_blocks and 0 <= min(parts) <= max(parts) < self.num_blocks
         )
-        assert sum(filled) == self.num_live_tokens, "live tokens differ from the block tables"
+        assert whole, "free + cached + used + quarantined is not total"
+        # Only full blocks are shared, so every holder beyond the first counts a whole block too many.
+        live = sum([state.num_computed_tokens for state in running]) - self.block_size * sum(more.values())
+        assert live == self.num_live_tokens, "live tokens differ from the block tables"
         assert self._late.keys() <= used, "a block that nobody holds waits for a step of a former owner"
         assert all(block in self._key_of for block in self._cached), "a cached block has no key"
         assert not any(block in self._key_of for block in self._free), "a free block has a key"

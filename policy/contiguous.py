@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pagedserve.policy.blocks import Allocator
 from pagedserve.policy.limits import Limits
@@ -78,7 +78,7 @@ class ContiguousAllocator(Allocator):
             self._make_hole(start, size)
             self.num_releases += 1
 
-    def check(self, running: Iterable[RequestState]) -> None:
+    def check(self, running: Collection[RequestState]) -> None:
         quarantined = [run for runs in self._fences.values() for run in runs]
         runs, live = [*self._holes, *quarantined], 0
         for state in running:

@@ -25,6 +25,7 @@ needs_azure = pytest.mark.skipif(not AZURE.exists(), reason="the Azure 2023 trac
 
 @needs_azure
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_the_whole_azure_conversation_trace_runs_under_check() -> None:
     """19,366 requests, half a million steps, every invariant after every call; waste below 4 %."""
     trace = read_trace(AZURE)
