@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ class Engine:
     ) -> None:
         """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one.
 
-        Raises ValueError if the limits ask for more positions than the model has.
+        Raises ValueError if the limits ask for more positions than the model has, or an EOS id is no token.
         """
         num_positions = min(model.max_model_len, model.config.max_position_embeddings)
         if limits.max_model_len > num_positions:
             raise ValueError(
                 f"max_model_len is {limits.max_model_len}; the model has {num_positions} positions: lower it"
             )
+        check_token_ids("eos_token_ids", sorted(vocabulary.eos_token_ids), vocabulary.size)
         self.vocabulary = vocabulary
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
@@ -98,10 +100,12 @@ class Engine:
         ``prompt`` is text or token ids. ``stop_after`` scripts a stop after so many output tokens (a replay's
         true length). Raises ValueError for ids outside the vocabulary or a prompt that can never run.
         """
+        arrival_ns = self.loop.clock()  # before the prompt is tokenised: that is time its caller waits
         params.validate_for_vocab(self.vocabulary.size)
-        ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = (
+            self.vocabulary.encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+        )
         check_token_ids("prompt", ids, self.vocabulary.size)
-        arrival_ns = self.loop.clock()
         keys: list[bytes] = []
         root = b""
         if self.runner.keys is not None:
@@ -112,9 +116,9 @@ class Engine:
             first, self._next_id = self._next_id, self._next_id + params.n
             seed = self._seeds.randrange(-(1 << 63), 1 << 63) if params.seed is None else params.seed
         states = []
-        for index in range(params.n):
+        for sample_index in range(params.n):
             request = Request(
-                first + index,
+                first + sample_index,
                 arrival_ns,
                 len(ids),
                 params.max_tokens,
@@ -126,7 +130,7 @@ class Engine:
             stops = TokenStops.for_request(params, self.vocabulary.eos_token_ids)
             text = OutputTextState(params, self.vocabulary.pieces, prompt_ids=ids)
             sequence = SequenceState(
-                request, params, list(ids), stops, text, seed, index, root, list(keys), stop_after
+                request, params, list(ids), stops, text, seed, sample_index, root, list(keys), stop_after
             )
             states.append(CompletionState(sequence))
         for state in states:

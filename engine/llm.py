@@ -193,9 +193,11 @@ def _as_ids(item: Any, index: int) -> list[int]:
 
 def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:
     """The vocabulary of a loaded model: the tokenizer's ids, and no padded rows of the model."""
+    size = min(loaded.model.config.vocab_size, len(tokenizer))
     return Vocabulary(
-        size=min(loaded.model.config.vocab_size, len(tokenizer)),
-        eos_token_ids=eos_token_ids(loaded.files, tokenizer),
+        size=size,
+        # A config may name ids that the tokenizer lacks; they are never sampled.
+        eos_token_ids=frozenset(i for i in eos_token_ids(loaded.files, tokenizer) if 0 <= i < size),
         pieces=TokenPieces.of(tokenizer),
         encode=lambda text: tokenizer.encode(text),
     )

@@ -29,6 +29,7 @@ class Recorder:
         self._calls = _Columns("calls")
         self._plans = _Columns("plans") if keep_plans else None
         self._live: dict[int, tuple[RequestState, int]] = {}
+        self._prefix_keys: dict[int, list[int] | None] = {}
         # A run of decode tokens is a span of decode rounds [start, end); end is None while it goes on.
         self._runs: dict[int, list[tuple[int, int | None]]] = {}
         self._round_steps = array("q")
@@ -46,12 +47,14 @@ class Recorder:
         """A request was accepted; ``due_ns`` is when it was planned to be sent."""
         self._calls.append(kind="add", subject=state.id, now_ns=now_ns)
         self._live[state.id] = (state, due_ns)
+        self._note_keys(state.request)
 
     def refused(self, request: Request, due_ns: int, now_ns: int, error: str) -> None:
         """A request was refused at ``add``."""
         self._calls.append(kind="add", subject=request.id, now_ns=now_ns)
         if request.id in self._live:
             return  # a duplicate: the row is its namesake's
+        self._note_keys(request)
         self._append_request(RequestState(request, 0, 0), due_ns, "refused", None, 0, error)
 
     def aborted(self, request: int, now_ns: int, reason: str = "abort") -> None:
@@ -104,10 +107,13 @@ class Recorder:
 
     def record(self, header: dict[str, Any]) -> RunRecord:
         """The record so far: open requests are kept as "unfinished", uncommitted steps are left out."""
-        for request in list(self._live):
-            self._ended(request, "unfinished", None)
         num_steps = len(self._steps.columns["commit_ns"])
-        return RunRecord(
+        num_rows, num_runs = len(self._requests), len(self._emissions)
+        for request, (state, due_ns) in self._live.items():
+            num_tokens = state.num_output_tokens - self._num_uncommitted(state)
+            self._append_emissions(request)
+            self._append_request(state, due_ns, "unfinished", None, num_tokens, None)
+        record = RunRecord(
             {"format_version": FORMAT_VERSION, **header},
             self._steps.table(num_steps),
             self._requests.table().sort_by("request"),
@@ -115,20 +121,25 @@ class Recorder:
             self._calls.table(),
             self._plans.table() if self._plans is not None else None,
         )
+        # The run goes on: the open requests are written anew when they end.
+        self._requests.cut(num_rows)
+        self._emissions.cut(num_runs)
+        return record
 
-    def _ended(self, request: int, reason: str, now_ns: int | None) -> None:
+    def _ended(self, request: int, reason: str, now_ns: int) -> None:
         state, due_ns = self._live.pop(request)
-        num_tokens = 0 if reason != "unfinished" else None
-        for start, end in self._runs.pop(request, ()):
+        self._append_emissions(request)
+        self._runs.pop(request, None)
+        self._append_request(state, due_ns, reason, now_ns, state.num_output_tokens, None)
+        self._prefix_keys.pop(request, None)
+
+    def _append_emissions(self, request: int) -> None:
+        """The request's runs of decode tokens, as far as their steps have committed."""
+        for start, end in self._runs.get(request, ()):
             last = self._num_committed_rounds if end is None else min(end, self._num_committed_rounds)
             if last > start:
                 first_step = self._round_steps[start]
                 self._emissions.append(request=request, first_step=first_step, num_steps=last - start)
-        if num_tokens is None:
-            num_tokens = state.num_output_tokens - self._num_uncommitted(state)
-        else:
-            num_tokens = state.num_output_tokens
-        self._append_request(state, due_ns, reason, now_ns, num_tokens, None)
 
     def _num_uncommitted(self, state: RequestState) -> int:
         """Tokens of a live request that steps in flight are about to bring."""
@@ -165,7 +176,7 @@ class Recorder:
             deadline_ns=request.deadline_ns,
             predicted_output_tokens=request.predicted_output_tokens,
             error=error,
-            prefix_keys=self._numbers(request.prefix_keys) if self._keep_plans else None,
+            prefix_keys=self._prefix_keys.get(request.id),
         )
 
     def _append_step(self, plan: StepPlan, now_ns: int) -> None:
@@ -211,6 +222,11 @@ class Recorder:
             num_decodes=len(plan.decodes),
         )
 
+    def _note_keys(self, request: Request) -> None:
+        """Number the keys at intake, so that numbers follow the order of calls and a replay's are the same."""
+        if self._keep_plans and request.prefix_keys is not None:
+            self._prefix_keys[request.id] = self._numbers(request.prefix_keys)
+
     def _numbers(self, keys: tuple[Hashable, ...] | None) -> list[int] | None:
         """Keys as small integers, equal for equal keys throughout the record."""
         if keys is None:
@@ -251,6 +267,10 @@ class _Columns:
     def append(self, **row: Any) -> None:
         for name, value in row.items():
             self.columns[name].append(value)
+
+    def cut(self, num_rows: int) -> None:
+        for column in self.columns.values():
+            del column[num_rows:]
 
     def table(self, num_rows: int | None = None) -> pa.Table:
         arrays = [pa.array(self.columns[f.name][:num_rows], type=f.type) for f in self.schema]

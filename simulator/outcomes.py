@@ -17,8 +17,11 @@ class TrueLengths:
         self,
         lengths: Mapping[int, int] | Sequence[int],
         generated_keys: Mapping[tuple[int, int], Hashable] | None = None,
+        failed: frozenset[int] = frozenset(),
     ) -> None:
+        """``failed`` requests end with reason "error", all others with "stop"."""
         self._lengths = lengths
+        self._failed = failed
         self._by_id = isinstance(lengths, Mapping)
         self._keys = generated_keys or {}
         self._num_rounds = 0
@@ -45,7 +48,10 @@ class TrueLengths:
                     stops.append(chunk.request)
         if plan.filled:
             return self._with_keys(plan, stops)
-        return [Outcome(request, 1, "stop") for request in stops]
+        return [Outcome(request, 1, self._reason(request)) for request in stops]
+
+    def _reason(self, request: int) -> str:
+        return "error" if request in self._failed else "stop"
 
     def _length(self, request: int) -> int | None:
         if self._by_id:
@@ -78,6 +84,11 @@ class TrueLengths:
             keys.setdefault(request, []).append(key)
         silent = {chunk.request for chunk in plan.chunks if not chunk.samples}
         return [
-            Outcome(request, 0 if request in silent else 1, "stop" if request in stops else None, tuple(own))
+            Outcome(
+                request,
+                0 if request in silent else 1,
+                self._reason(request) if request in stops else None,
+                tuple(own),
+            )
             for request, own in keys.items()
         ]

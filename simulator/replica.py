@@ -81,7 +81,8 @@ class Replica:
         flight: LaunchedState | None = None
         while True:
             plan, schedule_ns = None, int(env.now)
-            if self.scheduler.has_work:
+            # With a step in flight and nothing left, a recorded run may still have taken something in.
+            if self.scheduler.has_work or flight is not None:
                 schedule_ns = self._timing.schedule_ns(int(env.now))
                 # A recorded run in which the work in hand was aborted schedules only after the commit.
                 if flight is None or schedule_ns <= flight.commit_ns:

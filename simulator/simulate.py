@@ -73,7 +73,7 @@ def simulate(
     scheduler = Scheduler(chosen, limits, overlap_depth or 0)
     recorder = Recorder(scheduler, keep_plans or isinstance(trace, RunRecord))
     env = simpy.Environment(initial_time=0)
-    outcomes = TrueLengths(workload.lengths, workload.generated_keys)
+    outcomes = TrueLengths(workload.lengths, workload.generated_keys, workload.failed)
     replica = Replica(env, scheduler, timing, outcomes, recorder, check)
     clients = Clients(env, replica, workload, client_timeout_s, max_in_flight, progress)
     env.process(replica.run())

@@ -37,6 +37,8 @@ class Workload:
     num_requests: int
     lengths: Mapping[int, int] | Sequence[int]
     aborts: Sequence[Abort] = ()
+    failed: frozenset[int] = frozenset()
+    """Requests that end at their length with reason "error" instead of "stop"."""
     generated_keys: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """Recorded keys of generated blocks, by (request, block index)."""
 
@@ -79,12 +81,14 @@ def recorded_workload(record: RunRecord) -> Workload:
             aborts.append(
                 Abort(call["subject"], call["now_ns"], "timeout" if reason == "timeout" else "abort")
             )
-    lengths = {i: row["num_output_tokens"] for i, row in rows.items() if row["finish_reason"] == "stop"}
+    ended = {i: row for i, row in rows.items() if row["finish_reason"] in ("stop", "error")}
+    lengths = {i: row["num_output_tokens"] for i, row in ended.items()}
+    failed = frozenset(i for i, row in ended.items() if row["finish_reason"] == "error")
     keys: dict[tuple[int, int], int] = {}
     for plan in record.plans.select(["filled_requests", "filled_indices", "filled_keys"]).to_pylist():
         filled = zip(plan["filled_requests"], plan["filled_indices"], plan["filled_keys"], strict=True)
         keys.update({(request, index): key for request, index, key in filled})
-    return Workload(sends, len(sends), lengths, aborts, keys)
+    return Workload(sends, len(sends), lengths, aborts, failed, keys)
 
 
 def _recorded_request(row: Mapping[str, object]) -> Request:

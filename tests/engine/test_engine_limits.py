@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from engine_models import (
@@ -22,6 +23,7 @@ from engine_models import (
     run_all,
     small_limits,
     tiny_model,
+    vocabulary,
 )
 
 from pagedserve.engine import runner
@@ -246,3 +248,34 @@ def test_limits_beyond_the_model_are_refused_at_the_start(kind: str) -> None:
         engine_of(limits=replace(small_limits(), max_model_len=257), model=tiny_model(kind)),
     ):
         pass
+
+
+def test_an_eos_id_that_is_no_token_is_refused_at_the_start() -> None:
+    """It would fail in the middle of serving, when ``min_tokens`` suppresses it."""
+    vocab = replace(vocabulary(), eos_token_ids=frozenset([3, 999]))
+    with pytest.raises(ValueError, match=r"eos_token_ids\[1\] is 999"), engine_of(vocab=vocab):
+        pass
+
+
+def test_ids_that_are_no_integers_are_refused() -> None:
+    """1.5 is no token; numpy's integers are."""
+    with engine_of() as engine:
+        with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+            engine.submit([1, 1.5], greedy(1))  # pyright: ignore
+        (completion,) = run_all(engine, [np.array([1, 2])], greedy(3))  # pyright: ignore
+        assert completion.prompt_token_ids == (1, 2)
+        assert all(type(token) is int for token in completion.prompt_token_ids)
+
+
+def test_waiting_counts_from_before_the_prompt_is_tokenised() -> None:
+    """TTFT includes the time that the tokeniser takes."""
+    times: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        times.append(engine.loop.clock())
+        return [1]
+
+    with engine_of(vocab=replace(vocabulary(), encode=encode)) as engine:
+        (state,) = engine.submit("slow", greedy(1))
+        assert state.sequence.request.arrival_ns <= times[0]
+        drain(engine)

@@ -1,5 +1,6 @@
 """`LLM`: prompts in, completions out, from a folder on disk; and what happens when something goes wrong."""
 
+import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_model("llama").save_pretrained(path)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="<|end|>")
     wrapped.save_pretrained(path)
+    # As some checkpoints do: an EOS id that the tokenizer does not have.
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 999]}), encoding="utf-8")
     return path
 
 
