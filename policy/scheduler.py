@@ -145,6 +145,8 @@ class Scheduler:
         self.in_flight.popleft()
         flight.publish(told, self.allocator)
         stops = [o for o in told.values() if o.stop_reason is not None and o.request not in flight.dead]
+        # In one order, however the caller lists them: it decides which blocks are given out next.
+        stops.sort(key=lambda stop: self.states[stop.request].admission)
         finished = [self._finish(self.states[stop.request], str(stop.stop_reason)) for stop in stops]
         ends = [s for s in flight.ends if s.id not in flight.dead and s.finish_reason is None]
         finished += [self._finish(state, "length") for state in ends]

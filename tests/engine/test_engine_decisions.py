@@ -129,6 +129,25 @@ def test_identical_with_stop_strings_across_blocks(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("caches", [False, True])
+def test_identical_when_a_chunk_and_a_decode_stop_in_one_step(caches: bool, depth: int) -> None:
+    """Blocks must come back in one order, however device and simulator list who stopped."""
+    spec = policy("mixed", enable_prefix_caching=caches)
+    with engine_of(spec, depth=depth) as engine:
+        engine.submit(range(8), greedy(9), stop_after=3)
+        engine.step()
+        engine.step()
+        engine.submit(range(100, 108), greedy(9), stop_after=1 + depth)
+        engine.submit(range(50, 90), greedy(9))
+        while engine.has_work:
+            engine.step()
+        live = engine.record()
+    ends = live.requests.column("finish_ns").to_pylist()
+    assert depth or ends[0] == ends[1], "they did not stop in one step, so nothing was tried"
+    assert check_decisions(live, spec, check=True).first_difference is None
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_identical_with_a_rule_of_ones_own(count: int, depth: int) -> None:
     """A rule from a notebook that preempts, also when that leaves the step empty."""
