@@ -8,6 +8,7 @@ table also has what our engine knows of TTFT, inter-token latency, occupancy and
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -88,6 +89,8 @@ def main() -> None:
         assert out.shape[1] == options.prompt + options.output
         return total / (time.perf_counter() - start)
 
+    gc.collect()
+    gc.freeze()  # the collector would walk the libraries' half a million objects in the middle of a run
     rates: dict[str, list[float]] = {"transformers generate": [], **{name: [] for name in options.policies}}
     records = {}
     for round_number in range(options.rounds):
