@@ -6,27 +6,32 @@ from dataclasses import dataclass
 
 from pagedserve.policy import Limits, StepShape
 
+SPLIT_TOKENS = 32
 HOST_PROMPT, HOST_STEPS = 8, 16  # tokens of a prompt, and of an output, when host time is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One step to measure: the contexts of its decodes, and (tokens, context) of its chunks."""
+    """One step to measure: the contexts of its decodes, and (tokens, context) of its chunks.
+
+    ``chunks_sample``: whether the chunks end their prompts, so that each has a token sampled.
+    """
 
     kind: str
     decodes: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
+    chunks_sample: bool = True
 
     @property
     def shape(self) -> StepShape:
-        """The step as a cost model sees it; every chunk ends its prompt, so it samples."""
+        """The step as a cost model sees it."""
         return StepShape(
             self.chunks,
             len(self.decodes),
             sum(self.decodes),
             max(self.decodes, default=0),
             sum(context * context for context in self.decodes),
-            len(self.decodes) + len(self.chunks),
+            len(self.decodes) + (len(self.chunks) if self.chunks_sample else 0),
         )
 
     def fits(self, limits: Limits) -> bool:
@@ -46,13 +51,16 @@ class Grid:
 
     A skewed batch has the same total context, half of it, or as much as the model's length allows, in one
     sequence. Mixed steps combine each of ``mixed_chunks`` with each decode batch at the middle context.
+    Every length is also measured without sampling, and ``split_chunks`` as that many chunks of
+    ``SPLIT_TOKENS`` in one step: what the head and a further chunk cost.
     """
 
-    chunk_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 512)
+    chunk_tokens: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512)
     chunk_contexts: tuple[int, ...] = (0, 512, 2048)
-    decode_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    decode_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     decode_contexts: tuple[int, ...] = (16, 256, 1024, 2048)
-    mixed_chunks: tuple[int, ...] = (64, 256)
+    mixed_chunks: tuple[int, ...] = (16, 64, 256)
+    split_chunks: tuple[int, ...] = (2, 4, 8)
     host_rows: tuple[int, ...] = (1, 8, 32)
 
     @property
@@ -66,6 +74,8 @@ class Grid:
         longest = limits.max_model_len - 2
         for tokens in self.chunk_tokens:
             points += [Point("chunk", (), ((tokens, context),)) for context in self.chunk_contexts]
+            points.append(Point("unsampled", (), ((tokens, 0),), chunks_sample=False))
+        points += [Point("split", (), ((SPLIT_TOKENS, 0),) * count) for count in self.split_chunks]
         for batch in self.decode_batches:
             for context in self.decode_contexts:
                 points.append(Point("decode", (context,) * batch, ()))
@@ -102,7 +112,7 @@ class Grid:
 
 GRIDS = {
     "standard": Grid(),
-    "small": Grid((1, 16, 64), (0, 256), (1, 4, 8), (16, 256), (32,), (1, 8)),
+    "small": Grid((1, 16, 64, 256, 512), (0, 512), (1, 4, 16, 32), (16, 512), (64,), (4,), (1, 8)),
 }
 """Grids by name: the standard one for validation, a small one to try things out."""
 

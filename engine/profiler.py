@@ -64,7 +64,7 @@ class StepBench:
         plan = StepPlan(
             self._num_steps,
             requests,
-            tuple(PrefillChunk(i, c, n, True) for i, (n, c) in zip(ids, chunks, strict=False)),
+            tuple(PrefillChunk(i, c, n, point.chunks_sample) for i, (n, c) in zip(ids, chunks, strict=False)),
             rows,
             joined=rows,
             left=self._left,

@@ -11,7 +11,9 @@ from typing import Any
 from pagedserve.policy.plan import StepShape
 
 PROFILE_VERSION = 1
-STEP_KINDS = ("chunk", "decode", "mixed")
+STEP_KINDS = ("chunk", "unsampled", "split", "decode", "mixed")
+"""One chunk that ends its prompt; one that does not, so that nothing is sampled; several chunks; decodes;
+decodes and a chunk."""
 
 
 class ProfileError(ValueError):
@@ -22,7 +24,7 @@ class ProfileError(ValueError):
 class StepPoint:
     """One measured shape: from launch to the end of the wait, ``num_repeats`` times, quantiles in ns.
 
-    ``kind`` says which part of the grid it belongs to: "chunk", "decode" or "mixed".
+    ``kind`` says which part of the grid it belongs to, one of ``STEP_KINDS``.
     """
 
     kind: str
