@@ -5,36 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.interrupts import InterruptsState
 from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
-from pagedserve.policy import IllegalPlan, RequestRefused
+from pagedserve.policy import IllegalPlan, Limits, RequestRefused
 from pagedserve.traces.requests import to_requests
 from pagedserve.traces.trace import Trace
 
 START_DELAY_NS = 50_000_000
 """From the call to the trace's time 0: the sender thread is up by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendLag:
-    """How late requests were sent, in seconds: a replay is as good as its clock."""
-
-    p50_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, record: RunRecord) -> SendLag:
-        """Actual less planned send of every request of a live record; NaN if there is none."""
-        late = (record.array("requests", "arrival_ns") - record.array("requests", "due_ns")) / 1e9
-        if not late.size:
-            return cls(float("nan"), float("nan"))
-        return cls(float(np.median(late)), float(late.max()))
+LOOK_UP_S = 0.5
 
 
 def replay(
@@ -86,7 +68,7 @@ class _SenderState:
         if len(prompts) != len(trace):
             raise ValueError(f"{len(prompts)} prompts for a trace of {len(trace)} requests")
         limit = int(trace.num_output_tokens.max(initial=1)) if max_tokens is None else max_tokens
-        _refuse_what_cannot_run(engine, trace, limit)
+        check_runnable(trace, engine.limits, limit)
         self._engine, self._trace, self._prompts = engine, trace, prompts
         self._params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
         self._condition = threading.Condition()
@@ -123,7 +105,9 @@ class _SenderState:
                     "other will come: they would wait for ever"
                 )
             if not self.is_done and not engine.is_ready:
-                self._condition.wait(engine.seconds_to_wake)
+                wake_s = engine.seconds_to_wake
+                # A signal that another thread was given is heeded when this one looks up.
+                self._condition.wait(LOOK_UP_S if wake_s is None else min(wake_s, LOOK_UP_S))
                 return
         if engine.seconds_to_wake:
             time.sleep(engine.seconds_to_wake)
@@ -162,9 +146,10 @@ class _SenderState:
                 self._condition.notify_all()
 
 
-def _refuse_what_cannot_run(engine: Engine, trace: Trace, max_tokens: int) -> None:
-    """Refuse the trace if a request can never run, or could not reach its true length."""
-    limits = engine.limits
+def check_runnable(trace: Trace, limits: Limits, max_tokens: int | None = None) -> None:
+    """Raise ValueError if a request of the trace can never run, or never reach its true length."""
+    if max_tokens is None:
+        max_tokens = int(trace.num_output_tokens.max(initial=1))
     for request, length in zip(
         to_requests(trace, None, max_tokens), trace.num_output_tokens.tolist(), strict=True
     ):

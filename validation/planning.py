@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.summary import summarize
 from pagedserve.policy import Limits, Policy
 from pagedserve.simulator.cost import CostModel
@@ -27,7 +28,7 @@ class Setting:
     max_tokens: int | None = None
     """The limit that every request declares; None: the longest output of the trace."""
 
-    def simulated(self, trace: Trace, cost: CostModel):
+    def simulated(self, trace: Trace, cost: CostModel) -> RunRecord:
         """The record of ``trace`` simulated in this setting."""
         return simulate(
             trace,
@@ -96,11 +97,12 @@ def plan_traffic(
     load: float = 0.7,
     length_scale: float | None = None,
     fit: bool = False,
+    run_s: float = RUN_S,
 ) -> Traffic:
     """Scale lengths once, then arrivals, to a ``rate`` in requests/s or to a ``load`` of the capacity.
 
     ``fit`` finds the largest length scale, 1 at most, with which the largest request fits the model and the
-    run lasts about ``RUN_S`` seconds. Raises ValueError for a load or rate that is not above 0, or if both a
+    run lasts about ``run_s`` seconds. Raises ValueError for a load or rate that is not above 0, or if both a
     length scale and ``fit`` are asked for.
     """
     for name, value in (("rate", rate), ("load", load), ("length_scale", length_scale)):
@@ -123,13 +125,13 @@ def plan_traffic(
     total = int((trace.num_prompt_tokens + trace.num_output_tokens).max())
     largest = usable_scale(trace, min(1.0, (limits.max_model_len - 2) / total), limits.block_size)
     traffic = planned(largest)
-    if _duration_s(traffic) <= RUN_S:
+    if _duration_s(traffic) <= run_s:
         return traffic
     low, high = largest / 1000, largest
     for _ in range(FIT_STEPS):
         middle = math.sqrt(low * high)
         tried = planned(usable_scale(trace, middle, limits.block_size))
-        if _duration_s(tried) <= RUN_S:
+        if _duration_s(tried) <= run_s:
             low, traffic = middle, tried
         else:
             high = middle

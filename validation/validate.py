@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pagedserve.engine.engine import Engine, Vocabulary
-from pagedserve.engine.model.model import Model
+from pagedserve.engine.engine import Engine
 from pagedserve.engine.params import SamplingParams
-from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.metrics.compare import VALIDATED_METRICS, error_pct
 from pagedserve.metrics.profile import Profile
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.summary import summarize
-from pagedserve.policy import Limits, policy
+from pagedserve.policy import policy
 from pagedserve.simulator.measured import MeasuredCost
+from pagedserve.traces.trace import Trace
 from pagedserve.validation.decisions import Decisions, check_decisions
-from pagedserve.validation.live import SendLag, replay
+from pagedserve.validation.live import replay
 from pagedserve.validation.planning import Setting, Traffic
 from pagedserve.validation.prompts import TracePrompts
+from pagedserve.validation.send_lag import SendLag
 
 Progress = Callable[[int, int], None]
 WARM_UP_PROMPT, WARM_UP_OUTPUT = 64, 8
@@ -32,32 +32,34 @@ WARM_UP_PROMPT, WARM_UP_OUTPUT = 64, 8
 class LiveBench:
     """Replays on one model, each on a fresh engine: empty queues, empty prefix cache, the same KV memory."""
 
-    def __init__(self, model: Model, vocabulary: Vocabulary, limits: Limits) -> None:
-        self.model, self.vocabulary = model, vocabulary
-        self._limits = limits
-        self._kv: KVCache | None = None
+    def __init__(self, idle: Engine) -> None:
+        """``idle``: an engine without requests, whose model, vocabulary, limits and KV memory are used."""
+        if idle.has_work:
+            raise ValueError(f"the engine has {idle.num_live} live requests; give an idle one")
+        self.model, self.vocabulary, self.limits = idle.runner.model, idle.vocabulary, idle.limits
+        self._kv = idle.runner.kv
 
     def engine(self, setting: Setting) -> Engine:
-        """A fresh engine in this setting; the one before must be idle."""
-        limits = setting.limits
-        if self._kv is None or (self._kv.num_blocks, self._kv.block_size) != (
-            limits.num_blocks,
-            limits.block_size,
-        ):
-            self._kv = self.model.make_cache(limits.num_blocks, limits.block_size)
+        """A fresh engine in this setting; the one before must be idle. ValueError for another pool."""
+        limits, kv = setting.limits, self._kv
+        if (limits.num_blocks, limits.block_size) != (kv.num_blocks, kv.block_size):
+            raise ValueError(
+                f"the setting has {limits.num_blocks} blocks of {limits.block_size} tokens, the engine's cache "
+                f"{kv.num_blocks} of {kv.block_size}; they must be the same"
+            )
         return Engine(
             self.model,
             self.vocabulary,
             setting.policy,
             limits,
             overlap_depth=setting.overlap_depth,
-            kv=self._kv,
+            kv=kv,
         )
 
     def warm_up(self) -> None:
         """Run a few steps, so that the first ones measured find memory and kernels ready."""
-        engine = self.engine(Setting(policy("mixed", watermark=0.0), self._limits))
-        length = max(1, min(WARM_UP_PROMPT, self._limits.max_model_len - WARM_UP_OUTPUT))
+        engine = self.engine(Setting(policy("mixed", watermark=0.0), self.limits))
+        length = max(1, min(WARM_UP_PROMPT, self.limits.max_model_len - WARM_UP_OUTPUT))
         prompt = [index % self.vocabulary.size for index in range(length)]
         params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_OUTPUT, ignore_eos=True)
         engine.submit(prompt, params)
@@ -66,7 +68,7 @@ class LiveBench:
         engine.close()
 
     def replay(
-        self, trace: Any, setting: Setting, *, seed: int = 0, progress: Progress | None = None
+        self, trace: Trace, setting: Setting, *, seed: int = 0, progress: Progress | None = None
     ) -> RunRecord:
         """One live run of a trace; ``seed`` draws its prompts' tokens."""
         engine = self.engine(setting)

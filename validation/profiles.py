@@ -1,0 +1,46 @@
+"""Whether a profile speaks of the engine that is to be predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.profiler import provenance_of
+from pagedserve.metrics.profile import Profile
+
+MUST_AGREE = ("geometry", "device_name", "dtype", "attention", "num_threads")
+GEOMETRY = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+
+
+def check_profile(profile: Profile, engine: Engine) -> None:
+    """Raise ValueError naming what differs if the profile was measured on another model, device or dtype.
+
+    Limits may differ: what lies outside the measured shapes is extrapolated and counted.
+    """
+    here, there = provenance_of(engine), profile.provenance
+    differing = [
+        f"{name} {_shown(there.get(name))} in the profile, {_shown(here[name])} here"
+        for name in MUST_AGREE
+        if _shown(there.get(name)) != _shown(here[name])
+    ]
+    if differing:
+        raise ValueError(
+            f"the profile was measured on something else ({'; '.join(differing)}): measure here with "
+            "'pagedserve profile'"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A geometry as its numbers that matter to time."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {value.get(name)}" for name in GEOMETRY if name in value)
+    return str(value)
