@@ -8,7 +8,6 @@ table also has what our engine knows of TTFT, inter-token latency, occupancy and
 """
 
 import argparse
-import gc
 import statistics
 import time
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
+from pagedserve.engine.heap import settle_heap
 from pagedserve.engine.llm import LLM
 from pagedserve.engine.model.files import resolve_model
 from pagedserve.engine.model.load import load_model
@@ -89,8 +89,7 @@ def main() -> None:
         assert out.shape[1] == options.prompt + options.output
         return total / (time.perf_counter() - start)
 
-    gc.collect()
-    gc.freeze()  # the collector would walk the libraries' half a million objects in the middle of a run
+    settle_heap()
     rates: dict[str, list[float]] = {"transformers generate": [], **{name: [] for name in options.policies}}
     records = {}
     for round_number in range(options.rounds):

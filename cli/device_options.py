@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -20,6 +21,7 @@ PANEL = "Device and model"
 CONSTANT_PANEL = "Constant step times (with --cost constant)"
 DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_UTILIZATION = "h200", "llama-3.1-8b", 0.92
 TIME_US = real(0, high=3_600e6)
+TIMES = ("step_us", "prefill_token_us", "decode_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class DeviceOptions:
     cost: Annotated[
         str,
         Option(
-            parser=one_of("roofline", "constant"),
-            metavar="roofline|constant",
-            help="Step times: from device peaks and model geometry, or fixed numbers.",
+            parser=one_of("roofline", "measured", "constant"),
+            metavar="roofline|measured|constant",
+            help="Step times: from device peaks and model geometry, from a profile, or fixed numbers.",
             rich_help_panel=PANEL,
         ),
     ] = "roofline"
@@ -78,6 +80,14 @@ class DeviceOptions:
             parser=whole(1),
             metavar="N",
             help="KV blocks in the pool, instead of what fits the memory.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="What 'pagedserve profile' wrote; its device and model are simulated (implies --cost measured).",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -120,7 +130,37 @@ class DeviceOptions:
         """The cost model and the pool. ValueError says which number or name is wrong."""
         if self.num_blocks is not None and self.gpu_memory_utilization is not None:
             refuse("--num-blocks and --gpu-memory-utilization both size the KV pool; give one of them")
+        if self.profile is not None or self.cost == "measured":
+            return self._measured(block_size)
         return self._constant(block_size) if self.cost == "constant" else self._roofline(block_size)
+
+    def _measured(self, block_size: int) -> Setup:
+        from pagedserve.metrics.profile import Profile
+        from pagedserve.simulator.measured import MeasuredCost
+
+        if self.profile is None:
+            refuse("--cost measured needs --profile FILE; 'pagedserve profile' writes one")
+        if self.cost == "constant":
+            refuse("--cost constant and --profile both give step times; give one of them")
+        self._refuse_given(
+            "a profile brings its own device, model and times",
+            ("device", "model", "gpu_memory_utilization", "host_gap_us", "host_gap_per_seq_us", *TIMES),
+        )
+        profile = Profile.load(self.profile)
+        own = profile.provenance
+        says = (
+            f"step times: measured, {own.get('model')} in {own.get('dtype')} on {own.get('device_name')} "
+            f"({own.get('date')}, sha256 {profile.sha256()[:12]}…)"
+        )
+        cost = MeasuredCost(profile)
+        if self.num_blocks is not None:
+            return Setup(cost, self.num_blocks, (says, self._given_pool(block_size)), {"from": "num_blocks"})
+        measured = own.get("limits", {})
+        if "num_blocks" not in measured or "block_size" not in measured:
+            refuse(f"{self.profile}: does not say how large its KV pool was; give --num-blocks")
+        num_blocks = max(1, measured["num_blocks"] * measured["block_size"] // block_size)
+        pool_says = f"{_pool(num_blocks, block_size)}: as when the profile was measured"
+        return Setup(cost, num_blocks, (says, pool_says), {"from": "profile"})
 
     def _constant(self, block_size: int) -> Setup:
         from pagedserve.simulator.constant import ConstantCost
@@ -143,8 +183,7 @@ class DeviceOptions:
     def _roofline(self, block_size: int) -> Setup:
         from pagedserve.simulator.roofline import CPU_PARAMETERS, GPU_PARAMETERS, RooflineCost
 
-        constant = ("step_us", "prefill_token_us", "decode_us")
-        self._refuse_given("these are the times of --cost constant, but the cost is roofline", constant)
+        self._refuse_given("these are the times of --cost constant, but the cost is roofline", TIMES)
         on, model = device(self.device or DEFAULT_DEVICE), geometry(self.model or DEFAULT_MODEL)
         parameters = CPU_PARAMETERS if on.kind == "cpu" else GPU_PARAMETERS
         gaps = {"host_step_ns": self.host_gap_us, "host_row_ns": self.host_gap_per_seq_us}

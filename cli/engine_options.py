@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import BadParameter, Option
 
 from pagedserve.cli.errors import refuse
 from pagedserve.cli.policy_options import DEFAULT as DEFAULT_POLICY
 from pagedserve.cli.policy_options import PANEL as POLICY_PANEL
-from pagedserve.cli.policy_options import SETTINGS, PolicyOptions
-from pagedserve.cli.run_options import LIMITS_PANEL
+from pagedserve.cli.policy_options import EnablePrefixCaching, PolicyOptions, Settings
+from pagedserve.cli.run_options import (
+    LIMITS_PANEL,
+    BlockSize,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    OverlapDepth,
+)
 from pagedserve.cli.values import one_of, whole
 from pagedserve.policy import Limits, Policy, policy_names
 
 if TYPE_CHECKING:
     from pagedserve.engine.llm import LLM
-    from pagedserve.engine.model.load import LoadedModel
 
 PANEL = "Model"
-GIB = 1 << 30
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "cpu", "reference")
+
+
+def _device(text: Any) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise BadParameter(f"{text!r} is not cpu, cuda or cuda:N")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,15 @@ class EngineOptions:
             rich_help_panel=PANEL,
         ),
     ] = "auto"
+    device: Annotated[
+        str,
+        Option(
+            parser=_device,
+            metavar="cpu|cuda|cuda:N",
+            help="Where the model runs.",
+            rich_help_panel=PANEL,
+        ),
+    ] = "cpu"
     attention: Annotated[
         str,
         Option(
@@ -67,19 +87,9 @@ class EngineOptions:
             rich_help_panel=LIMITS_PANEL,
         ),
     ] = None
-    max_num_seqs: Annotated[
-        int,
-        Option(parser=whole(1), metavar="N", help="Requests running at once.", rich_help_panel=LIMITS_PANEL),
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int,
-        Option(
-            parser=whole(1), metavar="N", help="Tokens computed in one step.", rich_help_panel=LIMITS_PANEL
-        ),
-    ] = 512
-    block_size: Annotated[
-        int, Option(parser=whole(1), metavar="N", help="Tokens in a KV block.", rich_help_panel=LIMITS_PANEL)
-    ] = 16
+    max_num_seqs: MaxNumSeqs = 64
+    max_num_batched_tokens: MaxNumBatchedTokens = 512
+    block_size: BlockSize = 16
     num_blocks: Annotated[
         int | None,
         Option(
@@ -97,45 +107,19 @@ class EngineOptions:
         Limits(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len or 2, self.block_size)
 
     def start(self, spec: Policy | None = None, overlap_depth: int = 0, *, is_quiet: bool = False) -> LLM:
-        """Load the model and make its engine. ValueError says what does not exist, work or fit."""
-        from pagedserve.engine.llm import LLM
-        from pagedserve.engine.model.load import load_model
+        """Load the model, make its engine and settle the heap. ValueError says what does not exist, work or fit."""
+        from pagedserve.engine.heap import settle_heap
+        from pagedserve.engine.llm import LLM, PoolTooLarge
 
-        loaded = load_model(
-            self.model,
-            dtype=self.dtype,
-            attention=self.attention,
-            max_model_len=self.max_model_len,
-            progress=not is_quiet and sys.stderr.isatty(),
-        )
-        self._refuse_unless_pool_fits(loaded)
         more: dict[str, Any] = {} if spec is None else {"policy": spec}
-        return LLM(
-            loaded,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            overlap_depth=overlap_depth,
-            **more,
-        )
-
-    def _refuse_unless_pool_fits(self, loaded: LoadedModel) -> None:
-        from pagedserve.engine.model.placement import available_bytes
-
-        if self.num_blocks is None:
-            return
-        model = loaded.model
-        free = available_bytes(model.device)
-        token_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize)
-        needed = self.num_blocks * self.block_size * token_bytes
-        if free is not None and needed > free:
-            refuse(
-                f"--num-blocks {self.num_blocks}: so many KV blocks of {self.block_size} tokens need "
-                f"{needed / GIB:,.2f} GiB and {free / GIB:,.2f} GiB are free: at most "
-                f"{free // (self.block_size * token_bytes)} would fit; leave the option out for a good number"
-            )
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        progress = not is_quiet and sys.stderr.isatty()
+        try:
+            llm = LLM(**given, overlap_depth=overlap_depth, progress=progress, **more)
+        except PoolTooLarge as error:
+            refuse(f"--num-blocks{str(error).removeprefix('num_blocks')}")
+        settle_heap()
+        return llm
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,33 +134,9 @@ class EnginePolicyOptions:
             rich_help_panel=POLICY_PANEL,
         ),
     ] = DEFAULT_POLICY
-    settings: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help=f"A setting of the policy: {', '.join(SETTINGS)}.",
-            rich_help_panel=POLICY_PANEL,
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="The same as --set enable_prefix_caching=true or false.",
-            show_default=False,
-            rich_help_panel=POLICY_PANEL,
-        ),
-    ] = None
-    overlap_depth: Annotated[
-        int,
-        Option(
-            parser=whole(0, 1),
-            metavar="0|1",
-            help="1: schedule a step while the one before runs (vLLM: async scheduling).",
-            rich_help_panel=POLICY_PANEL,
-        ),
-    ] = 0
+    settings: Settings = None
+    enable_prefix_caching: EnablePrefixCaching = None
+    overlap_depth: OverlapDepth = 0
 
     def chosen(self) -> tuple[str, Policy]:
         """Its label, as written, and the policy. ValueError names what is unknown."""

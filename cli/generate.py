@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +21,6 @@ from pagedserve.cli.policy_options import described
 from pagedserve.cli.sampling_options import SamplingOptions
 from pagedserve.cli.screen import Screen
 from pagedserve.cli.simulate import SavingOptions
-from pagedserve.policy import IllegalPlan
 
 if TYPE_CHECKING:
     from pagedserve.engine.llm import LLM
@@ -95,15 +93,18 @@ class PromptOptions:
         tokenizer: Any = llm.tokenizer
         if tokenizer.chat_template is None:
             refuse("--chat: this model's tokenizer has no chat template; leave the option out")
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-            for prompt in prompts
-        ]
+        try:
+            return [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}],
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                )
+                for prompt in prompts
+            ]
+        except Exception as error:  # a template is a program of the model's author
+            refuse(f"--chat: this model's chat template failed ({type(error).__name__}: {error})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,28 +205,24 @@ def _submit(
         if printer is None:
             return None
         add = printer.add
-        return lambda delta: add(first + delta.index, delta.text, delta.finish_reason is not None)
+        # What an interrupt aborts has not ended: the outputs behind it are not printed.
+        return lambda delta: add(first + delta.index, delta.text, delta.finish_reason not in (None, "abort"))
 
     return [llm.engine.submit(prompt, params, told(index * params.n)) for index, prompt in enumerate(prompts)]
 
 
 def _run(llm: LLM, num_requests: int, printer: PrinterState | None) -> None:
     """Step until all have ended; a bar shows how many have where nothing is printed meanwhile."""
-    engine = llm.engine
     if printer is not None:
         printer.begin()
-    watched = nullcontext() if printer is not None else Screen().progress("generating")
-    with watched as advance:
         try:
-            while engine.has_work:
-                if not engine.step() and engine.has_work:
-                    raise IllegalPlan(f"the policy leaves {engine.num_live} requests waiting for ever")
-                if advance is not None:
-                    advance(num_requests - engine.num_live, num_requests)
-        except KeyboardInterrupt:
-            if printer is not None:
-                printer.break_off()
-            raise
+            llm.finish_all()
+        finally:
+            printer.break_off()
+        return
+    with Screen().progress("generating") as advance:
+        show = None if advance is None else lambda: advance(num_requests - llm.engine.num_live, num_requests)
+        llm.finish_all(show)
 
 
 def _trace(prompts: Sequence[Sequence[int]], params: SamplingParams) -> dict[str, Any]:
@@ -241,7 +238,7 @@ def _read(name: str) -> str:
         text = sys.stdin.read()
     else:
         path = Path(name)
-        if not path.is_file():
+        if path.is_dir() or not path.exists():
             refuse(
                 f"--prompt-file {name}: {'a folder' if path.is_dir() else 'nothing there'}; give a text file"
             )

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 
 import pagedserve
-from pagedserve.cli import generate, profile, report, simulate
+from pagedserve.cli import demo, generate, profile, replay, report, simulate, validate
 from pagedserve.cli.errors import EXIT_INTERRUPTED, OneLineGroup
 from pagedserve.cli.option_groups import grouped
 from pagedserve.cli.traces import traces
@@ -17,6 +17,7 @@ HELP = """Serve LLM requests with a scheduling policy, on a device or on a clock
 
 \b
 Examples:
+  pagedserve demo
   pagedserve generate --model smollm2-135m "The capital of France is"
   pagedserve simulate --trace sample:azure_shaped_500 --rate 40 --policy mixed --policy prefill_first
   pagedserve traces info conv.csv
@@ -46,9 +47,12 @@ def _options(
 ) -> None: ...
 
 
+app.command("demo", help=demo.HELP)(grouped(demo.demo))
 app.command("generate", help=generate.HELP)(grouped(generate.generate))
 app.command("profile", help=profile.HELP)(grouped(profile.profile))
 app.command("simulate", help=simulate.HELP)(grouped(simulate.simulate))
+app.command("replay", help=replay.HELP)(grouped(replay.replay))
+app.command("validate", help=validate.HELP)(grouped(validate.validate))
 app.add_typer(traces)
 app.command("report", help=report.HELP)(grouped(report.report))
 

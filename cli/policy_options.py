@@ -14,6 +14,24 @@ PANEL = "Policy"
 DEFAULT = "vllm_v1"
 SETTINGS = {field.name: field.default for field in fields(Policy) if field.name != "name"}
 WORDS = {"true": True, "1": True, "false": False, "0": False}
+Settings = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help=f"A setting of the policy, of every one if several: {', '.join(SETTINGS)}.",
+        rich_help_panel=PANEL,
+    ),
+]
+EnablePrefixCaching = Annotated[
+    bool | None,
+    Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="The same as --set enable_prefix_caching=true or false.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +49,8 @@ class PolicyOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    settings: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help=f"A setting of every policy: {', '.join(SETTINGS)}.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="The same as --set enable_prefix_caching=true or false.",
-            show_default=False,
-            rich_help_panel=PANEL,
-        ),
-    ] = None
+    settings: Settings = None
+    enable_prefix_caching: EnablePrefixCaching = None
 
     def chosen(self) -> dict[str, Policy]:
         """Label to policy; the label is the option as written. ValueError names what is unknown."""

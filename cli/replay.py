@@ -184,8 +184,7 @@ def _here(
     screen: Screen,
 ) -> RunRecord:
     """On an engine in this process."""
-    from pagedserve.validation.live import check_runnable
-    from pagedserve.validation.planning import Setting
+    from pagedserve.validation.planning import Setting, check_runnable
     from pagedserve.validation.validate import LiveBench
 
     label, spec = policy_options.chosen()

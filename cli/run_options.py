@@ -13,22 +13,34 @@ from pagedserve.policy import Limits
 LIMITS_PANEL, RUN_PANEL, SLO_PANEL = "Limits", "Run", "Service level objective"
 DEFAULTS = Limits()
 SECONDS = real(0, above=True)
+MaxNumSeqs = Annotated[
+    int,
+    Option(parser=whole(1), metavar="N", help="Requests running at once.", rich_help_panel=LIMITS_PANEL),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    Option(parser=whole(1), metavar="N", help="Tokens computed in one step.", rich_help_panel=LIMITS_PANEL),
+]
+BlockSize = Annotated[
+    int, Option(parser=whole(1), metavar="N", help="Tokens in a KV block.", rich_help_panel=LIMITS_PANEL)
+]
+OverlapDepth = Annotated[
+    int,
+    Option(
+        parser=whole(0, 1),
+        metavar="0|1",
+        help="1: schedule a step while the one before runs (vLLM: async scheduling).",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
     """The limits of a scheduler but the pool, under vLLM's names."""
 
-    max_num_seqs: Annotated[
-        int,
-        Option(parser=whole(1), metavar="N", help="Requests running at once.", rich_help_panel=LIMITS_PANEL),
-    ] = DEFAULTS.max_num_seqs
-    max_num_batched_tokens: Annotated[
-        int,
-        Option(
-            parser=whole(1), metavar="N", help="Tokens computed in one step.", rich_help_panel=LIMITS_PANEL
-        ),
-    ] = DEFAULTS.max_num_batched_tokens
+    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULTS.max_num_batched_tokens
     max_model_len: Annotated[
         int,
         Option(
@@ -38,9 +50,7 @@ class LimitOptions:
             rich_help_panel=LIMITS_PANEL,
         ),
     ] = DEFAULTS.max_model_len
-    block_size: Annotated[
-        int, Option(parser=whole(1), metavar="N", help="Tokens in a KV block.", rich_help_panel=LIMITS_PANEL)
-    ] = DEFAULTS.block_size
+    block_size: BlockSize = DEFAULTS.block_size
     max_num_queued_reqs: Annotated[
         int | None,
         Option(
@@ -60,15 +70,7 @@ class LimitOptions:
 class RunOptions:
     """How clients and replica behave."""
 
-    overlap_depth: Annotated[
-        int,
-        Option(
-            parser=whole(0, 1),
-            metavar="0|1",
-            help="1: schedule a step while the one before runs (vLLM: async scheduling).",
-            rich_help_panel=RUN_PANEL,
-        ),
-    ] = 0
+    overlap_depth: OverlapDepth = 0
     max_tokens: Annotated[
         int | None,
         Option(

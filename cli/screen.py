@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,17 @@ class Screen:
         for shown in shown_metrics(summaries.values()):
             values = [float(getattr(summary, shown.metric)) for summary in summaries.values()]
             table.add_row(shown.heading, *map(shown.text, values))
+        self._console.print()
+        self._console.print(table)
+        self._console.print()
+
+    def grid(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table of texts, the first column to the left."""
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
         self._console.print()
         self._console.print(table)
         self._console.print()

@@ -121,7 +121,7 @@ def simulate(
         trace = trace_options.load(source, synthetic)
         _check(policies.values(), limits, trace, run)
     screen = Screen(results.is_quiet)
-    screen.lines([*trace.report.lines(), _traffic(trace), *setup.lines, _limits(limits, run)])
+    screen.lines([*trace.report.lines(), traffic_line(trace), *setup.lines, _limits(limits, run)])
     screen.lines(f"{label}: {described(chosen)}" for label, chosen in policies.items())
     if trace.blocks is None and any(chosen.enable_prefix_caching for chosen in policies.values()):
         screen.lines(["prefix caching: the trace does not say which prompts share blocks"])
@@ -179,7 +179,9 @@ def _runs(
                 progress=progress,
             )
         took_s = time.perf_counter() - began
-        screen.lines([f"{label}: {record.steps.num_rows:,} steps simulated in {took_s:.1f} s"])
+        outside = record.header["counters"].get("num_extrapolated", 0)
+        beyond = f", {outside:,} of them outside what was measured" if outside else ""
+        screen.lines([f"{label}: {record.steps.num_rows:,} steps simulated in {took_s:.1f} s{beyond}"])
         yield label, record
 
 
@@ -191,7 +193,8 @@ def _summaries(records: Mapping[str, RunRecord], slo: SloOptions) -> dict[str, S
     return {label: summarize(record, goal) for label, record in records.items()}
 
 
-def _traffic(trace: Trace) -> str:
+def traffic_line(trace: Trace) -> str:
+    """How many requests, how dense, how long."""
     found = trace.describe()
     rate = (
         "at one instant"

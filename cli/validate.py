@@ -120,7 +120,6 @@ def validate(
 ) -> None:
     """The command; see ``HELP``."""
     from pagedserve.simulator.measured import MeasuredCost
-    from pagedserve.validation.live import check_runnable
     from pagedserve.validation.planning import Setting
     from pagedserve.validation.profiles import check_profile
     from pagedserve.validation.validate import LiveBench
@@ -146,7 +145,6 @@ def validate(
             limits = llm.engine.limits
             setting = Setting(spec, limits, policy_options.overlap_depth, traffic_options.max_tokens)
             traffic = traffic_options.planned(trace, setting, MeasuredCost(profile))
-            check_runnable(traffic.trace, limits, traffic_options.max_tokens)
         screen.lines([planned_line(traffic)])
         with ProgressBars(screen) as progress:
             found = run_validation(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedserve.engine.engine import Engine
+from pagedserve.engine.engine import Engine, EngineDead
 from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
+from pagedserve.metrics.record import RunRecord
 
-
-class EngineDead(RuntimeError):
-    """The engine was closed, or its thread ended with an error; nothing runs any more."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,8 @@ class AsyncEngine:
 
     Use it as a context manager, or call ``close``. The event loop never waits for the device, nor for the
     tokeniser: prompts are taken in by worker threads, deltas come back through ``call_soon_threadsafe``. An
-    error in the thread ends all streams with `EngineDead`.
+    error in the thread ends all streams with `EngineDead`. A policy that leaves requests waiting while nothing
+    runs is warned of once, in the log: what is handed in later may change its mind.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,6 +49,9 @@ class AsyncEngine:
         self._closing = False
         self._error: BaseException | None = None
         self._streams: set[_StreamState] = set()
+        # A step and a record exclude each other; who wants the record takes its turn before the next step.
+        self._stepping, self._turn = threading.Lock(), threading.Lock()
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="pagedserve-engine", daemon=True)
         self._thread.start()
 
@@ -92,6 +96,20 @@ class AsyncEngine:
         with self._woken:
             self._woken.notify()
 
+    async def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
+        """The run so far, taken between two steps by a worker thread; see `Engine.record`. No step runs meanwhile."""
+        return await asyncio.to_thread(self._record, trace)
+
+    def _record(self, trace: dict[str, Any] | None) -> RunRecord:
+        with self._turn, self._stepping:
+            return self.engine.record(trace)
+
+    def _step(self) -> None:
+        with self._turn:
+            pass
+        with self._stepping:
+            self.engine.step()
+
     def _submit(
         self,
         stream: _StreamState,
@@ -126,10 +144,11 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self.engine.step()
+                self._step()
+                self._warn_if_stranded()
             self.engine.abort_all()
             while self.engine.is_ready:
-                self.engine.step()
+                self._step()
         except BaseException as error:
             with self._woken:
                 self._error = error
@@ -145,3 +164,14 @@ class AsyncEngine:
             while not self._closing and not self.engine.is_ready:
                 self._woken.wait(self.engine.seconds_to_wake)
             return not self._closing
+
+    def _warn_if_stranded(self) -> None:
+        count = self.engine.num_stranded
+        if count and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s schedules nothing while %d requests wait and nothing runs, and named no time to ask again: "
+                "they wait until something is handed in, perhaps for ever",
+                type(self.engine.scheduler.batching).__name__,
+                count,
+            )

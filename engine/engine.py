@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pagedserve.engine.detokenize import TokenPieces
-from pagedserve.engine.loop import EngineLoop
+from pagedserve.engine.loop import EngineLoop, NoRecorder
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.outputs import CompletionState, Delta
@@ -39,6 +39,10 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
 
 
+class EngineDead(RuntimeError):
+    """The engine was closed, or its thread ended with an error; nothing runs any more."""
+
+
 class Engine:
     """Requests in, deltas out; `step` does the work in whatever thread calls it.
 
@@ -56,12 +60,16 @@ class Engine:
         overlap_depth: int = 0,
         seed: int | None = None,
         kv: KVCache | None = None,
+        record: bool = True,
     ) -> None:
         """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one.
 
+        ``record`` keeps every step, call and plan for `record`, and so grows for as long as the engine runs;
+        without it memory stays bounded, and `record` raises. ``seed`` is for requests that bring none; None has
+        one drawn, which the record tells.
         Raises ValueError if the limits ask for more positions than the model has, or an EOS id is no token.
         """
-        num_positions = min(model.max_model_len, model.config.max_position_embeddings)
+        num_positions = model.max_model_len
         if limits.max_model_len > num_positions:
             raise ValueError(
                 f"max_model_len is {limits.max_model_len}; the model has {num_positions} positions: lower it"
@@ -73,14 +81,17 @@ class Engine:
         self.runner = ModelRunner(
             model, limits, vocabulary.size, overlap_depth > 0, policy.enable_prefix_caching, kv
         )
-        self.recorder = Recorder(self.scheduler, keep_plans=True)
-        self.loop = EngineLoop(self.scheduler, self.runner, self.recorder)
+        self._recorder = Recorder(self.scheduler, keep_plans=True) if record else None
+        self.loop = EngineLoop(self.scheduler, self.runner, self._recorder or NoRecorder())
         self.loop.on_commit = self._committed
         self.loop.on_abort = self._end
         self.loop.on_refused = self._refused
-        self._seeds = random.Random(seed)
+        self.seed = random.SystemRandom().getrandbits(32) if seed is None else seed
+        self._seeds = random.Random(self.seed)
         self._next_id = 0
         self._lock = threading.Lock()
+        self._closed = False
+        self._error: BaseException | None = None
         self._live: dict[int, tuple[CompletionState, Listener | None]] = {}
 
     def submit(
@@ -92,26 +103,29 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str | None = None,
+        deadline_ns: int | None = None,
+        predicted_output_tokens: int | None = None,
         stop_after: int | None = None,
         due_ns: int | None = None,
     ) -> list[CompletionState]:
         """Hand a prompt in; ``params.n`` completions come back, which grow as the engine steps.
 
-        ``prompt`` is text or token ids. ``stop_after`` scripts a stop after so many output tokens (a replay's
-        true length). Raises ValueError for ids outside the vocabulary or a prompt that can never run.
+        ``prompt`` is text or token ids. ``priority`` to ``predicted_output_tokens`` are for the policy to go by;
+        ``deadline_ns`` is on the engine's clock, ``time.monotonic_ns``. ``stop_after`` scripts a stop after so
+        many output tokens (a replay's true length). Raises ValueError for ids outside the vocabulary, numbers
+        below 1 or a prompt that can never run, and `EngineDead` when it has stopped.
         """
+        self._check_alive()
+        for name, value in (("stop_after", stop_after), ("predicted_output_tokens", predicted_output_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1, or None")
         arrival_ns = self.loop.clock()  # before the prompt is tokenised: that is time its caller waits
         params.validate_for_vocab(self.vocabulary.size)
         ids = (
             self.vocabulary.encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
         )
         check_token_ids("prompt", ids, self.vocabulary.size)
-        keys: list[bytes] = []
-        root = b""
-        if self.runner.keys is not None:
-            root = self.runner.keys.root(cache_salt)
-            self.runner.keys.extend(keys, root, ids, len(ids) // self.limits.block_size)
-        caching = self.runner.keys is not None
+        root, keys = self._prompt_keys(ids, cache_salt)
         with self._lock:
             first, self._next_id = self._next_id, self._next_id + params.n
             seed = self._seeds.randrange(-(1 << 63), 1 << 63) if params.seed is None else params.seed
@@ -122,15 +136,26 @@ class Engine:
                 arrival_ns,
                 len(ids),
                 params.max_tokens,
-                tuple(keys) if caching else None,
+                None if keys is None else tuple(keys),
                 priority,
                 tenant,
+                deadline_ns,
+                predicted_output_tokens,
             )
             self.limits.output_limit(request)
             stops = TokenStops.for_request(params, self.vocabulary.eos_token_ids)
             text = OutputTextState(params, self.vocabulary.pieces, prompt_ids=ids)
             sequence = SequenceState(
-                request, params, list(ids), stops, text, seed, sample_index, root, list(keys), stop_after
+                request,
+                params,
+                list(ids),
+                stops,
+                text,
+                seed,
+                sample_index,
+                root,
+                list(keys or ()),
+                stop_after,
             )
             states.append(CompletionState(sequence))
         for state in states:
@@ -139,6 +164,14 @@ class Engine:
             self.runner.expect(state.sequence)
             self.loop.add(request, due_ns)
         return states
+
+    def _prompt_keys(self, ids: list[int], cache_salt: str | None) -> tuple[bytes, list[bytes] | None]:
+        """The root of the prompt's keys, and those of its full blocks; None without a prefix cache."""
+        if self.runner.keys is None:
+            return b"", None
+        root, keys = self.runner.keys.root(cache_salt), list[bytes]()
+        self.runner.keys.extend(keys, root, ids, len(ids) // self.limits.block_size)
+        return root, keys
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a request's end; nothing happens if it has ended."""
@@ -150,8 +183,17 @@ class Engine:
             self.abort(request, reason)
 
     def step(self) -> bool:
-        """One turn of the loop; False when there is nothing to do until something is handed in."""
-        return self.loop.step()
+        """One turn of the loop; False when there is nothing to do until something is handed in.
+
+        What it raises leaves policy and device apart, so that the engine is dead from then on. Raises
+        `EngineDead` then, and after `close`.
+        """
+        self._check_alive()
+        try:
+            return self.loop.step()
+        except BaseException as error:
+            self._error = error
+            raise
 
     @property
     def has_work(self) -> bool:
@@ -170,16 +212,37 @@ class Engine:
         return None if wake_ns is None else max(0, wake_ns - self.loop.clock()) / 1e9
 
     @property
+    def num_stranded(self) -> int:
+        """Requests that wait for ever unless something is handed in: nothing runs, and the policy names no time."""
+        return 0 if self.is_ready or self.loop.wake_ns is not None else len(self.scheduler.states)
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
 
     def close(self) -> None:
-        """Stop the device thread."""
+        """Stop the device thread; the record can still be taken, nothing else be done.
+
+        The memory is free when the last reference goes, without waiting for the garbage collector.
+        """
+        self._closed = True
         self.runner.close()
+        self.loop.unhook()
+
+    def _check_alive(self) -> None:
+        if self._closed or self._error is not None:
+            why = self._error or "it was closed"
+            raise EngineDead(f"the engine has stopped: {why}; make a new one") from self._error
 
     def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
-        """The run so far, with its plans, so that it can be replayed by `simulate`."""
+        """The run so far, with its plans, so that it can be replayed by `simulate`.
+
+        Call it between two steps; where an `AsyncEngine` steps, take its own ``record``. Raises RuntimeError
+        if the engine was made to keep none.
+        """
+        if self._recorder is None:
+            raise RuntimeError("the engine keeps no record: it was made with record=False; leave that out")
         model = self.runner.model
         device = {
             "name": str(model.device),
@@ -187,8 +250,10 @@ class Engine:
             "attention": model.attention.name,
             "num_threads": torch.get_num_threads(),
         }
-        header = run_header("live", self.scheduler, trace=trace or {}, device=device, packages=("torch",))
-        return self.recorder.record(header)
+        header = run_header(
+            "live", self.scheduler, trace=trace or {}, seed=self.seed, device=device, packages=("torch",)
+        )
+        return self._recorder.record(header)
 
     def _committed(self, finished: list[Finished]) -> None:
         for event in self.runner.events:

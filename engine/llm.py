@@ -13,6 +13,7 @@ from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine, Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
 from pagedserve.engine.model.load import LoadedModel, load_model
+from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.placement import available_bytes
 from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
 from pagedserve.engine.outputs import Completion, CompletionState
@@ -22,8 +23,13 @@ from pagedserve.policy import IllegalPlan, Limits, Policy
 from pagedserve.policy import policy as policy_preset
 
 KV_SHARE_OF_MEMORY = 0.3
-DEFAULT_KV_BYTES = 1 << 30
+GIB = 1 << 30
+DEFAULT_KV_BYTES = GIB
 DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class PoolTooLarge(ValueError):
+    """The KV blocks asked for by ``num_blocks`` need more memory than is free."""
 
 
 class _Stuck(IllegalPlan):
@@ -35,8 +41,8 @@ class LLM:
 
     ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
     ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None takes
-    what all sequences could use, at most 1 GiB and a third of the memory that is free. ``decisions`` says in
-    words what was chosen for you.
+    what all sequences could use, at most 1 GiB and a third of the memory that is free. ``record`` False keeps
+    no record, which otherwise grows with every step. ``decisions`` says in words what was chosen for you.
     """
 
     def __init__(
@@ -56,8 +62,11 @@ class LLM:
         overlap_depth: int = 0,
         seed: int | None = None,
         progress: bool = True,
+        record: bool = True,
     ) -> None:
         spec = policy if isinstance(policy, Policy) else policy_preset(policy)
+        if isinstance(model, LoadedModel) and (dtype, device, attention) != ("auto", "cpu", "auto"):
+            raise ValueError("the model is loaded already; give dtype, device and attention to load_model")
         loaded = (
             model
             if isinstance(model, LoadedModel)
@@ -76,6 +85,8 @@ class LLM:
             max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
         if num_blocks is None:
             num_blocks = default_num_blocks(loaded, max_model_len, max_num_seqs, block_size)
+        else:
+            check_num_blocks(loaded, num_blocks, block_size)
         limits = Limits(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -91,6 +102,7 @@ class LLM:
             limits,
             overlap_depth=overlap_depth,
             seed=seed,
+            record=record,
         )
         kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
         self.decisions = (
@@ -124,10 +136,11 @@ class LLM:
         try:
             for prompt, own in zip(many, each, strict=True):
                 groups.append(self.engine.submit(prompt, own))
-        except ValueError:
+        except BaseException:
             # What was handed in must not run in the next call.
             self.engine.abort_all()
-            self.engine.step()
+            while self.engine.is_ready:
+                self.engine.step()
             raise
         with progress_bar(sum(len(group) for group in groups)) if progress else nullcontext() as advance:
             self.finish_all(None if advance is None else lambda: advance(self.engine.num_live))
@@ -157,20 +170,19 @@ class LLM:
 
     def _sleep(self) -> None:
         """Nothing can be scheduled now: wait for the time that the policy named."""
-        seconds = self.engine.seconds_to_wake
-        if seconds is None:
+        count = self.engine.num_stranded
+        if count:
             raise _Stuck(
-                f"the policy schedules nothing while {self.engine.num_live} requests wait and nothing runs: "
-                "they would wait for ever"
+                f"the policy schedules nothing while {count} requests wait and nothing runs: they would wait for ever"
             )
-        time.sleep(seconds)
+        time.sleep(self.engine.seconds_to_wake or 0)
 
     def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
         """The record of everything generated so far."""
         return self.engine.record(trace)
 
     def close(self) -> None:
-        """Stop the device thread, if there is one."""
+        """Stop the device thread, if there is one; see `Engine.close`."""
         self.engine.close()
 
 
@@ -220,13 +232,27 @@ def default_num_blocks(loaded: LoadedModel, max_model_len: int, max_num_seqs: in
     One sequence of full length always gets its blocks, if they fit a third of the free memory.
     """
     one = -(-max_model_len // block_size)
-    model = loaded.model
-    block_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) * block_size
+    block_bytes = _block_bytes(loaded.model, block_size)
     wanted = min(max_num_seqs * one, max(one, DEFAULT_KV_BYTES // block_bytes))
-    free = available_bytes(model.device)
+    free = available_bytes(loaded.model.device)
     if free is None:
         return wanted
     fits = int(free * KV_SHARE_OF_MEMORY) // block_bytes
     if fits < 1:
         raise ValueError(f"{free:,} bytes are free and one KV block takes {block_bytes:,}: free some memory")
     return min(wanted, fits)
+
+
+def check_num_blocks(loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+    """Raise `PoolTooLarge` if the free memory does not hold so many KV blocks."""
+    block_bytes, free = _block_bytes(loaded.model, block_size), available_bytes(loaded.model.device)
+    if free is not None and num_blocks * block_bytes > free:
+        raise PoolTooLarge(
+            f"num_blocks {num_blocks}: so many KV blocks of {block_size} tokens need "
+            f"{num_blocks * block_bytes / GIB:,.2f} GiB and {free / GIB:,.2f} GiB are free: at most "
+            f"{free // block_bytes} would fit; leave it out for a good number"
+        )
+
+
+def _block_bytes(model: Model, block_size: int) -> int:
+    return model.config.kv_bytes_per_token(model.dtype.itemsize) * block_size

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import Finished, Outcome, Request, RequestRefused, Scheduler, StepPlan
@@ -24,6 +24,15 @@ class Runner(Protocol):
         ...
 
 
+class NoRecorder:
+    """Takes a `Recorder`'s calls and keeps nothing."""
+
+    def _ignore(self, *_: Any) -> None:
+        """Keep nothing."""
+
+    added = refused = aborted = scheduled = launched = committed = _ignore
+
+
 class EngineLoop:
     """Intake, schedule, launch, wait, commit, at overlap depth 0 or 1.
 
@@ -36,14 +45,11 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        recorder: Recorder,
+        recorder: Recorder | NoRecorder,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.scheduler = scheduler
-        # Hooks, called in the thread of `step`, in the order of events.
-        self.on_commit: Callable[[list[Finished]], None] = lambda finished: None
-        self.on_abort: Callable[[int, str], None] = lambda request, reason: None
-        self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
+        self.unhook()
         self._runner = runner
         self._recorder = recorder
         self.clock = clock
@@ -53,6 +59,13 @@ class EngineLoop:
         self._in_flight: deque[StepPlan] = deque()
         self._blocked = False
         self.wake_ns: int | None = None
+
+    def unhook(self) -> None:
+        """Forget the hooks, and so whoever set them: until then the two hold each other in memory."""
+        # Called in the thread of `step`, in the order of events.
+        self.on_commit: Callable[[list[Finished]], None] = lambda finished: None
+        self.on_abort: Callable[[int, str], None] = lambda request, reason: None
+        self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
 
     def now_ns(self) -> int:
         """The time of the next verb: later than any before."""

@@ -132,7 +132,15 @@ def profile_engine(
     host = tuple(
         HostPoint(n, *quantiles(gaps), len(gaps)) for n, gaps in zip(rows, times[len(points) :], strict=True)
     )
-    return Profile(_provenance(engine, model_name, grid, num_repeats, seed), steps, host)
+    provenance = {
+        "model": model_name,
+        **provenance_of(engine),
+        "grid": {name: list(values) for name, values in asdict(grid).items()},
+        "num_repeats": num_repeats,
+        "seed": seed,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return Profile(provenance, steps, host)
 
 
 def _interleaved(
@@ -187,11 +195,11 @@ def device_name(device: torch.device | str) -> str:
     return platform.processor() or platform.machine()
 
 
-def _provenance(engine: Engine, model_name: str, grid: Grid, num_repeats: int, seed: int) -> dict[str, Any]:
+def provenance_of(engine: Engine) -> dict[str, Any]:
+    """What a profile of this engine says of the model, the device and the software, as JSON values."""
     model = engine.runner.model
     config = {k: v for k, v in asdict(model.config).items() if isinstance(v, int | float | str | bool)}
     return {
-        "model": model_name,
         "geometry": config,
         "device": str(model.device),
         "device_name": device_name(model.device),
@@ -200,13 +208,9 @@ def _provenance(engine: Engine, model_name: str, grid: Grid, num_repeats: int, s
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.attention.name,
         "limits": asdict(engine.limits),
-        "grid": {name: list(values) for name, values in asdict(grid).items()},
-        "num_repeats": num_repeats,
-        "seed": seed,
         "versions": {
             "pagedserve": pagedserve.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

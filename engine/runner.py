@@ -65,6 +65,7 @@ class ModelRunner:
         """``kv``: a cache of the limits' size to use instead of a new one."""
         self.model = model
         self.kv = kv or model.make_cache(limits.num_blocks, limits.block_size)
+        assert (self.kv.num_blocks, self.kv.block_size) == (limits.num_blocks, limits.block_size)
         self.table = SequenceTable(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device(model.device)
         )
@@ -121,7 +122,8 @@ class ModelRunner:
         self.events = [] if result is None else self._take(step.sampled, result)
         stops = {event.request: event.stop_reason for event in self.events if event.stop_reason is not None}
         keys = self._filled_keys(step.plan)
-        sampled = set(step.sampled) if keys else stops
+        failed = {event.request for event in self.events if event.error is not None}
+        sampled = set(step.sampled if keys else stops) - failed
         return [
             Outcome(request, int(request in sampled), stops.get(request), keys.get(request, ()))
             for request in {**stops, **keys}
@@ -149,6 +151,7 @@ class ModelRunner:
                 continue
             if request in errors:
                 sequence.ended = True
+                # A step in flight may compute on from here; its row is discarded.
                 self.table.append_token(sequence, 0)
                 events.append(TokenEvent(request, None, "", "error", error=errors[request]))
                 continue

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pagedserve.metrics.record import (
+    CLIENT_SCHEMAS,
     OPTIONAL_TABLES,
     SCHEMAS,
     TABLES,
@@ -66,7 +67,8 @@ def _write_files(record: RunRecord, folder: Path) -> None:
     text = json.dumps(record.header, indent=2, sort_keys=True, allow_nan=False)
     (folder / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
     for name, table in record.tables().items():
-        ordered = table.select(SCHEMAS[name].names).cast(SCHEMAS[name])
+        schema = (CLIENT_SCHEMAS if record.is_client else SCHEMAS)[name]
+        ordered = table.select(schema.names).cast(schema)
         pq.write_table(ordered, folder / f"{name}.parquet", compression="zstd")
 
 

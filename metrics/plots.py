@@ -9,51 +9,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pagedserve.metrics.compare import POLICY_COLUMNS, Shown, policy_table
+from pagedserve.metrics.figures import FAINT, binned_mean, draw_over_time, figure_of, title
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.summary import block_size, num_blocks
-from pagedserve.metrics.timeline import Timeline, step_timeline
-from pagedserve.metrics.tokens import NS_PER_S, inter_token_s, request_times, token_times
+from pagedserve.metrics.timeline import Timeline
+from pagedserve.metrics.tokens import inter_token_s, request_times, token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN = 9.0  # about the width of a README: type stays readable without zooming
 NUM_BINS = 240  # time bins of a long run: more than the pixels of a line's bends, few enough to be smooth
 NUM_ECDF_POINTS = 1000
 PERCENTILES = (0.5, 0.9, 0.99, 0.999)
-LABEL_CHARS, LEGEND_CHARS = 28, 105  # beside bars before wrapping; in a row of a legend, marks included
-INK, FAINT = "#3a3f45", "#868d94"
-DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))  # the palette has ten colours: each further ten get a dash
-STYLE: dict[Any, Any] = {
-    "figure.dpi": 150,
-    "font.size": 10,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9.5,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#c8ccd0",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "grid.color": "#e8eaec",
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-}
+LABEL_CHARS = 28  # beside bars before wrapping
 
 
 def latency_distributions(records: Mapping[str, RunRecord]) -> Figure:
@@ -61,7 +36,7 @@ def latency_distributions(records: Mapping[str, RunRecord]) -> Figure:
 
     Above the median the share is stretched, so that p90, p99 and p99.9 can be read.
     """
-    with _figure(records, 1, 2, 3.9) as (figure, axes, looks):
+    with figure_of(records, 1, 2, 3.9) as (figure, axes, looks):
         left, right = axes[0]
         for label, record in records.items():
             tokens = token_times(record)
@@ -72,52 +47,56 @@ def latency_distributions(records: Mapping[str, RunRecord]) -> Figure:
             (right, "milliseconds", "share of gaps"),
         ):
             _finish_ecdf(panel, unit, share)
-        _title(left, "Time to first token", "left is better")
-        _title(right, "Time between tokens", "left is better")
+        title(left, "Time to first token", "left is better")
+        title(right, "Time between tokens", "left is better")
     return figure
 
 
 def memory_over_time(records: Mapping[str, RunRecord], num_bins: int = NUM_BINS) -> Figure:
     """KV occupancy (blocks used, where a pool has no limit) and the waste within used blocks over time."""
-    limited = all(num_blocks(record) is not None for record in records.values())
+    limited = all(record.is_client or num_blocks(record) is not None for record in records.values())
 
     def occupancy(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
         scale = 100 / (num_blocks(record) or 1) if limited else 1.0
-        return scale * _binned_mean(record, timeline, edges, "num_blocks_used")
+        return scale * binned_mean(record, timeline, edges, "num_blocks_used")
 
     def waste(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
-        slots = timeline.binned(record.array("steps", "num_blocks_used") * block_size(record), edges)
-        wasted = timeline.binned(record.array("steps", "num_wasted_slots"), edges)
+        slots = timeline.binned(record.array_or_nan("steps", "num_blocks_used") * block_size(record), edges)
+        wasted = timeline.binned(record.array_or_nan("steps", "num_wasted_slots"), edges)
         # Nothing allocated, nothing wasted: leave a gap in the line.
         return 100 * np.divide(wasted, slots, out=np.full_like(slots, np.nan), where=slots > 0)
 
-    with _figure(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
+    with figure_of(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
         upper, lower = axes[:, 0]
-        _draw_over_time((upper, lower), records, looks, (occupancy, waste), num_bins)
+        draw_over_time((upper, lower), records, looks, (occupancy, waste), num_bins)
         upper.set(ylabel="% of blocks" if limited else "blocks", ylim=(0, 102 if limited else None))
         lower.set(ylabel="% of slots in use", ylim=(0, max(5.0, lower.get_ylim()[1])))
-        _title(upper, "KV cache in use")
-        _title(lower, "KV slots reserved but empty", "lower is better")
+        title(upper, "KV cache in use")
+        title(lower, "KV slots reserved but empty", "lower is better")
     return figure
 
 
 def load_over_time(records: Mapping[str, RunRecord], num_bins: int = NUM_BINS) -> Figure:
     """Requests running and requests waiting over time."""
 
-    def running(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
-        return _binned_mean(record, timeline, edges, "num_running")
-
-    def waiting(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
-        return _binned_mean(record, timeline, edges, "num_waiting")
-
-    with _figure(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
+    with figure_of(records, 2, 1, 4.8, sharex=True) as (figure, axes, looks):
         upper, lower = axes[:, 0]
-        _draw_over_time((upper, lower), records, looks, (running, waiting), num_bins)
+        draw_over_time((upper, lower), records, looks, (requests_running, requests_waiting), num_bins)
         for panel in (upper, lower):
             panel.set(ylabel="requests", ylim=(0, None))
-        _title(upper, "Requests running")
-        _title(lower, "Requests waiting", "lower is better")
+        title(upper, "Requests running")
+        title(lower, "Requests waiting", "lower is better")
     return figure
+
+
+def requests_running(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+    """The mean number of requests running between each two of ``edges`` (ns)."""
+    return binned_mean(record, timeline, edges, "num_running")
+
+
+def requests_waiting(record: RunRecord, timeline: Timeline, edges: np.ndarray) -> np.ndarray:
+    """The mean number of requests waiting between each two of ``edges`` (ns)."""
+    return binned_mean(record, timeline, edges, "num_waiting")
 
 
 def policies_compared(records: Mapping[str, RunRecord]) -> Figure:
@@ -129,7 +108,7 @@ def policies_compared(records: Mapping[str, RunRecord]) -> Figure:
     names = [_wrapped(label) for label in labels]
     bar_in = max(0.27, 0.06 + 0.15 * max((name.count("\n") + 1 for name in names), default=1))
     height = num_rows * (0.85 + bar_in * len(labels))
-    with _figure(records, num_rows, num_columns, height, legend=False) as (figure, axes, looks):
+    with figure_of(records, num_rows, num_columns, height, legend=False) as (figure, axes, looks):
         for panel, shown in zip(axes.flat, POLICY_COLUMNS, strict=False):
             _draw_bars(panel, shown, [table.loc[label, shown.metric] for label in labels], looks)
         for panel in axes[:, 0]:
@@ -147,62 +126,6 @@ def _wrapped(label: str) -> str:
         while len(lines[-1].rstrip()) > LABEL_CHARS:
             lines[-1:] = [lines[-1][:LABEL_CHARS], lines[-1][LABEL_CHARS:]]
     return "\n".join(line.rstrip() for line in lines)
-
-
-@contextmanager
-def _figure(
-    labels: Mapping[str, RunRecord],
-    num_rows: int,
-    num_columns: int,
-    height_in: float,
-    *,
-    legend: bool = True,
-    **subplots: Any,
-) -> Iterator[tuple[Figure, np.ndarray, dict[str, Any]]]:
-    """The one door to the plotting stack: a styled grid of axes, one look a label, the legend on top."""
-    import matplotlib.pyplot as plt
-    import seaborn as sns
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.lines import Line2D
-
-    if not labels:
-        raise ValueError("no records to draw: expected at least one label with its record")
-    colours = sns.color_palette("colorblind", len(labels))
-    # Later lines are thinner: where runs agree, live and simulated say, the earlier one shows beneath.
-    widths = np.linspace(2.6, 1.2, len(labels)) if len(labels) > 1 else (1.6,)
-    looks = {
-        label: {"color": colours[i], "linewidth": widths[i], "linestyle": DASHES[i // 10 % len(DASHES)]}
-        for i, label in enumerate(labels)
-    }
-    with sns.axes_style("whitegrid"), plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            num_rows,
-            num_columns,
-            figsize=(WIDTH_IN, height_in),
-            layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06),
-            squeeze=False,
-            **subplots,
-        )
-        # pyplot registers notebook display; closed, the figure is shown once, where its owner wants it.
-        plt.close(figure)
-        yield figure, axes, looks
-        if legend and len(labels) > 1:
-            handles = [Line2D([], [], **{**look, "linewidth": 3}) for look in looks.values()]
-            figure.legend(handles, list(labels), loc="outside upper left", ncols=_num_columns(list(labels)))
-
-
-def _num_columns(labels: list[str]) -> int:
-    """As many columns as the width has room for, each as wide as its longest label."""
-    for count in range(min(4, len(labels)), 1, -1):
-        columns = np.array_split(np.array(labels, object), count)
-        if sum(max(map(len, column)) + 8 for column in columns) <= LEGEND_CHARS:
-            return count
-    return 1
-
-
-def _title(axes: Axes, what: str, better: str = "") -> None:
-    axes.set_title(what)
-    axes.set_title(better, loc="right", fontsize=8.5, fontweight="normal", color=FAINT)
 
 
 def _draw_ecdf(axes: Axes, values: np.ndarray, look: dict[str, Any]) -> None:
@@ -248,40 +171,6 @@ def _unstretch(height: np.ndarray) -> np.ndarray:
     return np.where(height < 0.8, height / 1.6, 1 - 0.5 * 10.0 ** (0.8 - height))
 
 
-def _draw_over_time(
-    panels: Sequence[Axes],
-    records: Mapping[str, RunRecord],
-    looks: Mapping[str, dict[str, Any]],
-    quantities: Sequence[Callable[[RunRecord, Timeline, np.ndarray], np.ndarray]],
-    num_bins: int,
-) -> None:
-    timelines = {label: step_timeline(record) for label, record in records.items()}
-    longest = max(timeline.duration_s for timeline in timelines.values())
-    unit, per_unit = _time_unit(longest)
-    for label, record in records.items():
-        timeline = timelines[label]
-        edges = timeline.edges(num_bins)
-        centres = (edges[:-1] + np.diff(edges) / 2 - edges[0]) / NS_PER_S / per_unit
-        for panel, quantity in zip(panels, quantities, strict=True):
-            values = quantity(record, timeline, edges)
-            panel.plot(centres, values, **looks[label])
-            if len(records) == 1:
-                panel.fill_between(centres, values, color=looks[label]["color"], alpha=0.15, linewidth=0)
-    panels[-1].set(xlabel=f"{unit} since the first step", xlim=(0, longest / per_unit or 1.0))
-
-
-def _binned_mean(record: RunRecord, timeline: Timeline, edges: np.ndarray, name: str) -> np.ndarray:
-    seconds = np.diff(edges) / NS_PER_S
-    total = timeline.binned(record.array("steps", name), edges)
-    return np.divide(total, seconds, out=np.full_like(total, np.nan), where=seconds > 0)
-
-
-def _time_unit(longest_s: float) -> tuple[str, float]:
-    if longest_s < 10 * 60:
-        return "seconds", 1.0
-    return ("minutes", 60.0) if longest_s < 5 * 3600 else ("hours", 3600.0)
-
-
 def _draw_bars(
     axes: Axes, shown: Shown, values: Sequence[float], looks: Mapping[str, dict[str, Any]]
 ) -> None:
@@ -290,7 +179,7 @@ def _draw_bars(
     for place, (value, width) in enumerate(zip(values, scaled, strict=True)):
         text = shown.text(value)
         axes.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    _title(axes, shown.heading)
+    title(axes, shown.heading)
     # Below the bars: beside the title there is no room once labels are long.
     hint = f"{shown.better} is better" if shown.better else ""
     axes.set_xlabel(hint, loc="left", fontsize=8.5, color=FAINT, labelpad=3)

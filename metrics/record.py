@@ -1,8 +1,11 @@
-"""The record of a run: what the engine and the simulator both write, and all that metrics read.
+"""The record of a run: what engine, simulator and a server's client write, and all that metrics read.
 
 A record is a folder: ``header.json`` and one Parquet file per table. ``TABLES`` below is the one place
 that names every column, its type and its meaning; whatever disagrees with it is refused with a
 ``RecordError`` that says where. Every time is an integer number of nanoseconds on the run's own clock.
+
+A client of a server sees tokens arrive, not how they are made: in its record (kind "client") a row of
+``steps`` is one instant of arrival, and the columns ``UNSEEN`` may be null. In no other record may they.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-FORMAT_VERSION = 1
-KINDS = ("simulated", "live")
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)  # version 1 knew no records of clients; nothing else differs
+KINDS = ("simulated", "live", "client")
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "refused", "error", "unfinished")
 CALL_KINDS = ("add", "abort", "schedule", "commit")
 
@@ -114,8 +118,17 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "plans": PLANS,
 }
 OPTIONAL_TABLES = ("plans",)
+UNSEEN: dict[str, frozenset[str]] = {
+    **dict.fromkeys(TABLES, frozenset()),
+    "steps": frozenset(c.name for c in STEPS) - {"step", "commit_ns"},
+    "requests": frozenset(("num_preemptions", "num_prefix_hit_tokens", "num_recomputed_tokens")),
+}
 SCHEMAS: dict[str, pa.Schema] = {
     table: pa.schema([pa.field(c.name, c.type, c.nullable) for c in columns])
+    for table, columns in TABLES.items()
+}
+CLIENT_SCHEMAS: dict[str, pa.Schema] = {
+    table: pa.schema([pa.field(c.name, c.type, c.nullable or c.name in UNSEEN[table]) for c in columns])
     for table, columns in TABLES.items()
 }
 HEADER_KEYS: dict[str, tuple[type, ...]] = {
@@ -123,7 +136,7 @@ HEADER_KEYS: dict[str, tuple[type, ...]] = {
     "kind": (str,),
     "policy": (dict,),
     "limits": (dict,),
-    "overlap_depth": (int,),
+    "overlap_depth": (int, type(None)),  # null: a client does not see it
     "seed": (int,),
     "device": (dict, type(None)),
     "cost": (dict, type(None)),
@@ -151,7 +164,12 @@ class RunRecord:
     def __post_init__(self) -> None:
         check_header(self.header, "header")
         for name, table in self.tables().items():
-            check_table(name, table, name)
+            check_table(name, table, name, self.is_client)
+
+    @property
+    def is_client(self) -> bool:
+        """Whether a client of a server wrote it, to whom the columns ``UNSEEN`` may be null."""
+        return self.header["kind"] == "client"
 
     def tables(self) -> dict[str, pa.Table]:
         """The tables this record has, by name, in the order of ``TABLES``."""
@@ -172,6 +190,10 @@ class RunRecord:
         chunked = getattr(self, table).column(column)
         return chunked.fill_null(0).to_numpy(), chunked.is_valid().to_numpy()
 
+    def array_or_nan(self, table: str, column: str) -> np.ndarray:
+        """A number column as ``array`` gives it; as float64 with NaN for null if a client did not see it."""
+        return getattr(self, table).column(column).to_numpy() if self.is_client else self.array(table, column)
+
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write the record to ``folder``, all of it or nothing; see ``metrics.files.write_record``."""
         from pagedserve.metrics.files import write_record  # files needs this module's classes
@@ -186,20 +208,23 @@ class RunRecord:
         return read_record(Path(folder))
 
 
-def build_table(name: str, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> pa.Table:
+Columns = Mapping[str, Sequence[Any] | np.ndarray]
+
+
+def build_table(name: str, columns: Columns, is_client: bool = False) -> pa.Table:
     """Table ``name`` from one list or array per column, converted to the declared types and checked.
 
-    Raises ``RecordError`` for a missing or unknown column, a value that does not fit, a null that is not
-    allowed, or columns of unequal length.
+    ``is_client``: for a record of kind "client". Raises ``RecordError`` for a missing or unknown column, a
+    value that does not fit, a null that is not allowed, or columns of unequal length.
     """
-    schema = SCHEMAS[name]
+    schema = (CLIENT_SCHEMAS if is_client else SCHEMAS)[name]
     _check_names(columns, schema, name)
     arrays = [_convert(columns[field.name], field, name) for field in schema]
     lengths = {field.name: len(array) for field, array in zip(schema, arrays, strict=True)}
     if len(set(lengths.values())) > 1:
         raise RecordError(f"{name}: columns differ in length: {lengths}")
     table = pa.Table.from_arrays(arrays, schema=schema)
-    check_table(name, table, name)
+    check_table(name, table, name, is_client)
     return table
 
 
@@ -219,8 +244,8 @@ def check_header(header: Any, where: str) -> None:
     if not isinstance(header, dict):
         raise RecordError(f"{where}: expected a JSON object, found {type(header).__name__}")
     version = header.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise RecordError(f"{where}: format_version: expected {FORMAT_VERSION}, found {version!r}")
+    if type(version) is not int or version not in READ_VERSIONS:
+        raise RecordError(f"{where}: format_version: expected one of {READ_VERSIONS}, found {version!r}")
     for key, types in HEADER_KEYS.items():
         if key not in header:
             raise RecordError(f"{where}: key {key} is missing")
@@ -229,6 +254,8 @@ def check_header(header: Any, where: str) -> None:
             raise RecordError(f"{where}: key {key}: expected {expected}, found {header[key]!r}")
     if header["kind"] not in KINDS:
         raise RecordError(f"{where}: key kind: expected one of {', '.join(KINDS)}, found {header['kind']!r}")
+    if header["overlap_depth"] is None and header["kind"] != "client":
+        raise RecordError(f"{where}: key overlap_depth: expected int, found None; only a client sees none")
     try:
         json.dumps(header, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -245,12 +272,12 @@ def check_schema(name: str, found: pa.Schema, where: str) -> None:
             )
 
 
-def check_table(name: str, table: pa.Table, where: str) -> None:
-    """Raise ``RecordError`` unless ``table`` is a legal table ``name``: schema, nulls and words."""
+def check_table(name: str, table: pa.Table, where: str, is_client: bool = False) -> None:
+    """Raise ``RecordError`` unless ``table`` is a legal table ``name`` (of a client): schema, nulls and words."""
     check_schema(name, table.schema, where)
     for column in TABLES[name]:
         values = table.column(column.name)
-        if values.null_count and not column.nullable:
+        if values.null_count and not (column.nullable or (is_client and column.name in UNSEEN[name])):
             raise RecordError(f"{where}: column {column.name}: expected no nulls, found {values.null_count}")
         if column.words is not None:
             unknown = sorted(set(values.unique().to_pylist()) - set(column.words))

@@ -56,6 +56,7 @@ class Recorder:
             return  # a duplicate: the row is its namesake's
         self._note_keys(request)
         self._append_request(RequestState(request, 0, 0), due_ns, "refused", None, 0, error)
+        self._prefix_keys.pop(request.id, None)
 
     def aborted(self, request: int, now_ns: int, reason: str = "abort") -> None:
         """``abort`` was called; ``reason`` tells a client's time-out from a wish to stop."""
@@ -97,9 +98,15 @@ class Recorder:
         self._num_discarded = discarded
         if plan.decodes:
             self._num_committed_rounds += 1
+        failed = {o.request for o in outcomes if o.stop_reason is not None and not o.num_tokens}
         for chunk in plan.chunks:
-            if chunk.samples and chunk.request in self._live:
+            if chunk.samples and chunk.request in self._live and chunk.request not in failed:
                 self._emissions.append(request=chunk.request, first_step=step, num_steps=1)
+        for request in failed.intersection(self._runs):
+            last = self._num_committed_rounds - bool(plan.decodes)
+            self._runs[request] = [
+                (start, last if end is None else min(end, last)) for start, end in self._runs[request]
+            ]
         if self._plans is not None:
             self._append_plan(self._plans, plan, outcomes)
         for end in finished:

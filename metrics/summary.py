@@ -20,6 +20,16 @@ from pagedserve.metrics.tokens import (
     token_times,
 )
 
+MEMORY_AND_LOAD = (
+    "kv_occupancy_mean",
+    "kv_occupancy_peak",
+    "waste_mean",
+    "num_running_mean",
+    "num_running_peak",
+    "num_waiting_mean",
+    "num_waiting_peak",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -38,6 +48,8 @@ class Slo:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The metrics of one run. NaN: there was nothing to measure (``as_dict`` says None).
+
+    In a client's record all that happens inside the server is NaN: steps, memory, load, preemptions.
 
     Throughput counts over ``duration_s``: first arrival to last token. Output tokens are all that were
     emitted, also those of requests cut short later; total tokens add the prompts of requests that emitted
@@ -58,10 +70,11 @@ class Summary:
     bounds; ``goodput_per_s``: their number / ``duration_s``. A reply of one token has no TPOT to miss.
     """
 
+    # Those counts that a client does not see are whole numbers or NaN.
     num_requests: int
     num_finished: int
     finish_reasons: dict[str, int]
-    num_steps: int
+    num_steps: float
     num_prompt_tokens: int
     num_output_tokens: int
     duration_s: float
@@ -101,13 +114,13 @@ class Summary:
     kv_occupancy_peak: float
     waste_mean: float
     num_running_mean: float
-    num_running_peak: int
+    num_running_peak: float
     num_waiting_mean: float
-    num_waiting_peak: int
-    num_preemptions: int
-    num_recomputed_tokens: int
+    num_waiting_peak: float
+    num_preemptions: float
+    num_recomputed_tokens: float
     recomputed_share: float
-    num_discarded_tokens: int
+    num_discarded_tokens: float
     prefix_hit_rate: float
     slo_attainment: float
     goodput_per_s: float
@@ -140,8 +153,13 @@ def summarize(record: RunRecord, slo: Slo | None = None) -> Summary:
     )
 
 
-def block_size(record: RunRecord) -> int:
-    """Token slots per block, from the header's limits; raises ``RecordError`` where it is missing."""
+def block_size(record: RunRecord) -> float:
+    """Token slots per block, from the header's limits; NaN for a client, who does not see them.
+
+    Raises ``RecordError`` where it is missing.
+    """
+    if record.is_client:
+        return math.nan
     size = record.header["limits"].get("block_size")
     if not isinstance(size, int) or size < 1:
         raise RecordError(f"header: limits.block_size: expected an integer of at least 1, found {size!r}")
@@ -149,7 +167,7 @@ def block_size(record: RunRecord) -> int:
 
 
 def num_blocks(record: RunRecord) -> int | None:
-    """Blocks in the pool, from the header's limits; None: the pool had no limit."""
+    """Blocks in the pool, from the header's limits; None: it had no limit, or a client does not see it."""
     number = record.header["limits"].get("num_blocks")
     if number is not None and (not isinstance(number, int) or number < 1):
         raise RecordError(f"header: limits.num_blocks: expected null or at least 1, found {number!r}")
@@ -179,7 +197,7 @@ def _throughput(
         "num_requests": arrival.size,
         "num_finished": num_finished,
         "finish_reasons": {reason: reasons[reason] for reason in FINISH_REASONS if reasons[reason]},
-        "num_steps": record.steps.num_rows,
+        "num_steps": math.nan if record.is_client else record.steps.num_rows,
         "num_prompt_tokens": int(prompt.sum()),
         "num_output_tokens": num_output,
         "duration_s": duration,
@@ -192,6 +210,8 @@ def _throughput(
 
 
 def _memory_and_load(record: RunRecord) -> dict[str, Any]:
+    if record.is_client:
+        return dict.fromkeys(MEMORY_AND_LOAD, math.nan)
     timeline = step_timeline(record)
     used, running, waiting = (
         record.array("steps", name) for name in ("num_blocks_used", "num_running", "num_waiting")
@@ -210,12 +230,16 @@ def _memory_and_load(record: RunRecord) -> dict[str, Any]:
 
 
 def _work(record: RunRecord) -> dict[str, Any]:
-    def total(name: str) -> int:
+    def total(name: str) -> float:
+        if record.is_client:
+            return math.nan
         return int(record.array("steps", name).sum(dtype=np.int64))
 
-    _, was_scheduled = record.nullable_array("requests", "first_schedule_ns")
-    hits = record.array("requests", "num_prefix_hit_tokens")[was_scheduled].sum()
-    prompts = record.array("requests", "num_prompt_tokens")[was_scheduled].sum()
+    # A client knows the hits of those requests for which the server stated them.
+    column = "num_prefix_hit_tokens" if record.is_client else "first_schedule_ns"
+    _, counted = record.nullable_array("requests", column)
+    hits = record.nullable_array("requests", "num_prefix_hit_tokens")[0][counted].sum()
+    prompts = record.array("requests", "num_prompt_tokens")[counted].sum()
     computed = total("num_prefill_tokens") + total("num_decode_tokens")
     return {
         "num_preemptions": total("num_preemptions"),

@@ -62,9 +62,11 @@ def step_timeline(record: RunRecord) -> Timeline:
     overlap depth 0 (next schedule after this commit) and 1 (before it). The last step's holds to its commit.
     If before the next schedule every request that had been scheduled has ended, the state ends with the
     commit, or with the last of those requests if that was later: from there on nothing is held.
+
+    A client sees no state: its segments have no length, and what is asked of them is NaN.
     """
-    schedule = record.array("steps", "schedule_ns")
     commit = record.array("steps", "commit_ns")
+    schedule = commit if record.is_client else record.array("steps", "schedule_ns")
     for name, times in (("schedule_ns", schedule), ("commit_ns", commit)):
         backward = np.flatnonzero(np.diff(times) < 0)
         if backward.size:
@@ -74,6 +76,8 @@ def step_timeline(record: RunRecord) -> Timeline:
     if not schedule.size:
         return Timeline(schedule, commit)
     following = schedule[1:]
+    if record.is_client:
+        return Timeline(commit, commit)
     admitted_at, ended_at = _admitted_and_ended(record)
     num_admitted = np.searchsorted(admitted_at, following, side="left")
     num_ended = np.searchsorted(ended_at, following, side="left")

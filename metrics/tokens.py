@@ -1,8 +1,9 @@
 """When every token came, and what each request's times were.
 
 Definitions are those of the vLLM benchmark client (``vllm bench serve``), taken at token level from the
-run's own clock instead of per chunk received: TTFT = first token - arrival; ITL = gap between consecutive
-tokens of one request; TPOT = (last - first token) / (tokens - 1); end to end = last token - arrival.
+run's own clock instead of per chunk received (a client's record has no other: there tokens that came in
+one chunk have one time): TTFT = first token - arrival; ITL = gap between consecutive tokens of one request;
+TPOT = (last - first token) / (tokens - 1); end to end = last token - arrival.
 Queue time = first scheduled - arrival, as vLLM's server reports it.
 """
 
@@ -114,7 +115,8 @@ def _runs(record: RunRecord) -> tuple[np.ndarray, ...]:
     row = _rows_of(record.array("emissions", "request"), record.array("requests", "request"), "request")
     first = _rows_of(record.array("emissions", "first_step"), steps, "step")
     count = record.array("emissions", "num_steps")
-    decoding = np.flatnonzero(record.array("steps", "num_decode_tokens") > 0)
+    # Null in a client's record, where every run is of one token: it sees no steps that decode.
+    decoding = np.flatnonzero(record.nullable_array("steps", "num_decode_tokens")[0] > 0)
     next_decode = np.searchsorted(decoding, first, side="right")
     bad = np.flatnonzero((count < 1) | (next_decode + count - 1 > decoding.size))
     if bad.size:

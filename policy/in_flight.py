@@ -40,7 +40,8 @@ class InFlightState:
             if request in plan.decodes:
                 tokens[request] = 1
             given = told.get(request, Outcome(request, tokens.get(request, 0)))
-            if request not in tokens or given.num_tokens != tokens[request]:
+            fails = given.num_tokens == 0 and given.stop_reason is not None
+            if request not in tokens or (given.num_tokens != tokens[request] and not fails):
                 raise ValueError(
                     f"{given}: step {plan.step} samples {tokens.get(request)} tokens of {request}"
                 )

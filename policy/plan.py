@@ -77,8 +77,9 @@ class Outcome:
     """What a step brought for one request.
 
     Only requests with something to say need one: a request that sampled has ``num_tokens=1`` without a stop
-    by default. ``stop_reason`` ends the request with that reason ("stop", ...). ``new_block_keys`` are the
-    keys of the request's blocks named in the plan's ``filled``, in that order.
+    by default. ``stop_reason`` ends the request with that reason ("stop", ...); with ``num_tokens=0`` it ends
+    without the token it was to sample, which could not be chosen. ``new_block_keys`` are the keys of the
+    request's blocks named in the plan's ``filled``, in that order.
     """
 
     request: int

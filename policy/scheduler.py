@@ -147,7 +147,7 @@ class Scheduler:
         stops = [o for o in told.values() if o.stop_reason is not None and o.request not in flight.dead]
         # In one order, however the caller lists them: it decides which blocks are given out next.
         stops.sort(key=lambda stop: self.states[stop.request].admission)
-        finished = [self._finish(self.states[stop.request], str(stop.stop_reason)) for stop in stops]
+        finished = [self._finish(self.states[s.request], str(s.stop_reason), 1 - s.num_tokens) for s in stops]
         ends = [s for s in flight.ends if s.id not in flight.dead and s.finish_reason is None]
         finished += [self._finish(state, "length") for state in ends]
         self.num_discarded_tokens += len(flight.dead)
@@ -266,8 +266,9 @@ class Scheduler:
         self.ledger.returned(state.block_table, fence)
         self.allocator.release(state, fence)
 
-    def _finish(self, state: RequestState, reason: str) -> Finished:
+    def _finish(self, state: RequestState, reason: str, num_failed: int = 0) -> Finished:
         self._end(state, reason, Status.FINISHED)
+        state.base_sampled -= num_failed  # tokens of the step that could not be chosen
         return Finished(state.id, reason, state.num_output_tokens)
 
     def _end(self, state: RequestState, reason: str, status: Status) -> None:

@@ -19,7 +19,7 @@ class TrueLengths:
         generated_keys: Mapping[tuple[int, int], Hashable] | None = None,
         failed: frozenset[int] = frozenset(),
     ) -> None:
-        """``failed`` requests end with reason "error", all others with "stop"."""
+        """``failed`` requests end when their next token would come, with "error"; others with it, "stop"."""
         self._lengths = lengths
         self._failed = failed
         self._by_id = isinstance(lengths, Mapping)
@@ -44,25 +44,29 @@ class TrueLengths:
             if chunk.samples:
                 sampled = self._num_sampled.get(chunk.request, 0) + 1
                 self._num_sampled[chunk.request] = sampled
-                if sampled == self._length(chunk.request):
+                if sampled == self._last_sample(chunk.request):
                     stops.append(chunk.request)
         if plan.filled:
             return self._with_keys(plan, stops)
-        return [Outcome(request, 1, self._reason(request)) for request in stops]
+        return [self._ending(request) for request in stops]
 
-    def _reason(self, request: int) -> str:
-        return "error" if request in self._failed else "stop"
+    def _ending(self, request: int, keys: tuple[Hashable, ...] = ()) -> Outcome:
+        if request in self._failed:
+            return Outcome(request, 0, "error", keys)
+        return Outcome(request, 1, "stop", keys)
 
-    def _length(self, request: int) -> int | None:
-        if self._by_id:
-            return self._lengths.get(request)  # pyright: ignore
-        return self._lengths[request]
+    def _last_sample(self, request: int) -> int | None:
+        """Number, from 1, of the sample that ends the request; None: its limit does."""
+        if not self._by_id:
+            return self._lengths[request]
+        length = self._lengths.get(request)  # pyright: ignore
+        return length if length is None or request not in self._failed else length + 1
 
     def _join(self, request: int) -> None:
         self._joined_round[request] = self._num_rounds
-        length = self._length(request)
-        if length is not None:
-            self._stops[self._num_rounds + length - self._num_sampled[request] - 1].append(request)
+        last = self._last_sample(request)
+        if last is not None:
+            self._stops[self._num_rounds + last - self._num_sampled[request] - 1].append(request)
 
     def _decode_stops(self) -> list[int]:
         """Requests whose round just planned brings their last token; then the round is done."""
@@ -72,7 +76,7 @@ class TrueLengths:
             # Entries of an earlier membership are dead: they would name another round.
             if joined is not None and self._num_sampled[
                 request
-            ] + self._num_rounds - joined + 1 == self._length(request):
+            ] + self._num_rounds - joined + 1 == self._last_sample(request):
                 stops.append(request)
         self._num_rounds += 1
         return stops
@@ -84,11 +88,8 @@ class TrueLengths:
             keys.setdefault(request, []).append(key)
         silent = {chunk.request for chunk in plan.chunks if not chunk.samples}
         return [
-            Outcome(
-                request,
-                0 if request in silent else 1,
-                self._reason(request) if request in stops else None,
-                tuple(own),
-            )
+            self._ending(request, tuple(own))
+            if request in stops
+            else Outcome(request, int(request not in silent), None, tuple(own))
             for request, own in keys.items()
         ]

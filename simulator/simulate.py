@@ -70,6 +70,7 @@ def simulate(
         limits = limits or Limits()
         block_size = limits.block_size if chosen.enable_prefix_caching else None
         workload, timing = trace_workload(trace, block_size, max_tokens, aborts), ModelledTimes(cost)
+    num_before = 0 if cost is None else cost.num_extrapolated
     scheduler = Scheduler(chosen, limits, overlap_depth or 0)
     recorder = Recorder(scheduler, keep_plans or isinstance(trace, RunRecord))
     env = simpy.Environment(initial_time=0)
@@ -85,7 +86,8 @@ def simulate(
             f"{type(scheduler.batching).__name__} schedules nothing although {len(scheduler.states)} requests are "
             "left and no other will come; schedule them, or say with wake_at() when to ask again"
         )
-    return recorder.record(_header(trace, scheduler, cost))
+    counters = {} if cost is None else {"num_extrapolated": cost.num_extrapolated - num_before}
+    return recorder.record(_header(trace, scheduler, cost, counters))
 
 
 def _check_clients(client_timeout_s: float | None, max_in_flight: int | None) -> None:
@@ -106,7 +108,9 @@ def _policy(policy: Policy | str) -> Policy:
     return policy_preset(policy)
 
 
-def _header(trace: Trace | RunRecord, scheduler: Scheduler, cost: CostModel | None) -> dict[str, Any]:
+def _header(
+    trace: Trace | RunRecord, scheduler: Scheduler, cost: CostModel | None, counters: dict[str, int]
+) -> dict[str, Any]:
     """What the record says of the run; nothing in it depends on when or where it ran."""
     described = None if cost is None else cost.describe()
     if isinstance(trace, RunRecord):
@@ -120,5 +124,5 @@ def _header(trace: Trace | RunRecord, scheduler: Scheduler, cost: CostModel | No
         device=None if described is None else {"name": described.get("device")},
         cost=described,
         packages=("simpy",),
-        counters={} if cost is None else {"num_extrapolated": cost.num_extrapolated},
+        counters=counters,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy.request import Request
@@ -38,7 +38,7 @@ class Workload:
     lengths: Mapping[int, int] | Sequence[int]
     aborts: Sequence[Abort] = ()
     failed: frozenset[int] = frozenset()
-    """Requests that end at their length with reason "error" instead of "stop"."""
+    """Requests that fail behind their length: their next token cannot be chosen."""
     generated_keys: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """Recorded keys of generated blocks, by (request, block index)."""
 
@@ -93,7 +93,7 @@ def recorded_workload(record: RunRecord) -> Workload:
 
 def _recorded_request(row: Mapping[str, object]) -> Request:
     facts = {
-        name: row[name] for name in ("arrival_ns", "num_prompt_tokens", "max_tokens", "priority", "tenant")
+        field.name: row[field.name] for field in fields(Request) if field.name not in ("id", "prefix_keys")
     }
     keys = row["prefix_keys"]
     return Request(id=row["request"], prefix_keys=None if keys is None else tuple(keys), **facts)  # pyright: ignore

@@ -30,6 +30,10 @@ def check_decisions(live: RunRecord, policy: Policy | str, check: bool = False) 
     call of the four verbs, and how each request ended. ``steps_identical`` counts the leading steps of which
     the plan and the calls up to its commit agree.
     """
+    if live.is_client:
+        raise ValueError(
+            "a client sees no decisions of its server: check the record that the engine itself wrote (kind live)"
+        )
     replayed = simulate(live, policy, check=check)
     return compare_decisions(live, replayed)
 

@@ -10,9 +10,9 @@ from pagedserve.engine.engine import Engine
 from pagedserve.engine.interrupts import InterruptsState
 from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
-from pagedserve.policy import IllegalPlan, Limits, RequestRefused
-from pagedserve.traces.requests import to_requests
+from pagedserve.policy import IllegalPlan
 from pagedserve.traces.trace import Trace
+from pagedserve.validation.planning import check_runnable
 
 START_DELAY_NS = 50_000_000
 """From the call to the trace's time 0: the sender thread is up by then."""
@@ -144,23 +144,3 @@ class _SenderState:
             with self._condition:
                 self.num_sent += 1
                 self._condition.notify_all()
-
-
-def check_runnable(trace: Trace, limits: Limits, max_tokens: int | None = None) -> None:
-    """Raise ValueError if a request of the trace can never run, or never reach its true length."""
-    if max_tokens is None:
-        max_tokens = int(trace.num_output_tokens.max(initial=1))
-    for request, length in zip(
-        to_requests(trace, None, max_tokens), trace.num_output_tokens.tolist(), strict=True
-    ):
-        advice = "shorten the trace's lengths, or raise the limit"
-        try:
-            allowed = limits.output_limit(request)
-        except RequestRefused as error:
-            raise ValueError(f"{error} ({advice})") from error
-        if allowed < min(length, max_tokens):
-            raise ValueError(
-                f"request {request.id} of the trace has {request.num_prompt_tokens} prompt and {length} output "
-                f"tokens, and max_model_len {limits.max_model_len} and {limits.num_blocks} KV blocks let it "
-                f"have {allowed}: {advice}"
-            )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.summary import summarize
-from pagedserve.policy import Limits, Policy
+from pagedserve.policy import Limits, Policy, RequestRefused
 from pagedserve.simulator.cost import CostModel
 from pagedserve.simulator.simulate import simulate
+from pagedserve.traces.requests import to_requests
 from pagedserve.traces.trace import Trace
 from pagedserve.traces.transforms import scale_lengths, with_rate
 
@@ -102,8 +103,8 @@ def plan_traffic(
     """Scale lengths once, then arrivals, to a ``rate`` in requests/s or to a ``load`` of the capacity.
 
     ``fit`` finds the largest length scale, 1 at most, with which the largest request fits the model and the
-    run lasts about ``run_s`` seconds. Raises ValueError for a load or rate that is not above 0, or if both a
-    length scale and ``fit`` are asked for.
+    run lasts about ``run_s`` seconds. Raises ValueError for a load or rate that is not above 0, if both a
+    length scale and ``fit`` are asked for, and as `check_runnable` does.
     """
     for name, value in (("rate", rate), ("load", load), ("length_scale", length_scale)):
         if value is not None and not value > 0:
@@ -115,6 +116,7 @@ def plan_traffic(
 
     def planned(scale: float) -> Traffic:
         scaled = trace if scale == 1.0 else scale_lengths(trace, scale)
+        check_runnable(scaled, setting.limits, setting.max_tokens)
         capacity = capacity_rps(scaled, setting, cost)
         wanted = load * capacity if rate is None else rate
         return Traffic(at_rate(scaled, wanted), scale, capacity, wanted, wanted / capacity)
@@ -123,7 +125,8 @@ def plan_traffic(
         return planned(length_scale or 1.0)
     limits = setting.limits
     total = int((trace.num_prompt_tokens + trace.num_output_tokens).max())
-    largest = usable_scale(trace, min(1.0, (limits.max_model_len - 2) / total), limits.block_size)
+    room = min(limits.max_model_len, limits.num_slots)
+    largest = usable_scale(trace, min(1.0, (room - 2) / total), limits.block_size)
     traffic = planned(largest)
     if _duration_s(traffic) <= run_s:
         return traffic
@@ -154,3 +157,23 @@ def usable_scale(trace: Trace, scale: float, block_size: int) -> float:
 def _duration_s(traffic: Traffic) -> float:
     """How long a run of this traffic takes: to send it, or to serve it, whichever is longer."""
     return len(traffic.trace) / min(traffic.rate, traffic.capacity_rps)
+
+
+def check_runnable(trace: Trace, limits: Limits, max_tokens: int | None = None) -> None:
+    """Raise ValueError if a request of the trace can never run, or never reach its true length."""
+    if max_tokens is None:
+        max_tokens = int(trace.num_output_tokens.max(initial=1))
+    for request, length in zip(
+        to_requests(trace, None, max_tokens), trace.num_output_tokens.tolist(), strict=True
+    ):
+        advice = "shorten the trace's lengths, or raise the limit"
+        try:
+            allowed = limits.output_limit(request)
+        except RequestRefused as error:
+            raise ValueError(f"{error} ({advice})") from error
+        if allowed < min(length, max_tokens):
+            raise ValueError(
+                f"request {request.id} of the trace has {request.num_prompt_tokens} prompt and {length} output "
+                f"tokens, and max_model_len {limits.max_model_len} and {limits.num_blocks} KV blocks let it "
+                f"have {allowed}: {advice}"
+            )

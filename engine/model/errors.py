@@ -17,6 +17,10 @@ class WeightsError(ModelError):
     """A missing shard, or a missing, unexpected or wrongly shaped tensor, or a pickled checkpoint."""
 
 
+class TokenizerError(ModelError):
+    """The files of the tokenizer cannot be read."""
+
+
 class NotEnoughMemory(ModelError):
     """The weights need more memory than the device has available."""
 

@@ -10,7 +10,7 @@ from pagedserve.engine.model.errors import ModelNotFound
 from pagedserve.engine.model.files import ModelFiles, resolve_model
 from pagedserve.engine.model.gguf import GgufSource
 from pagedserve.engine.model.model import Model
-from pagedserve.engine.model.placement import DtypeChoice, check_memory, choose_dtype
+from pagedserve.engine.model.placement import DtypeChoice, check_device, check_memory, choose_dtype
 from pagedserve.engine.model.weights import SafetensorsSource, TensorSource, check_tensors
 
 
@@ -36,9 +36,10 @@ def load_model(
     """Load a model by directory, GGUF file, alias or hub repository.
 
     ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases;
-    ``progress`` shows a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong, before
-    memory is filled.
+    ``progress`` shows a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong with the
+    model, and ``ValueError`` for an option, before memory is filled.
     """
+    check_device(device)
     files = resolve_model(name_or_path, home=home, progress=progress)
     config, source = open_weights(files)
     choice = choose_dtype(dtype, device)

@@ -65,11 +65,16 @@ class Model:
 
         ``max_model_len`` bounds positions (default: the config's ``max_position_embeddings``). Raises
         ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown
-        backend.
+        backend or more positions than the config has.
         """
+        num_positions = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > num_positions:
+            raise ValueError(
+                f"max_model_len is {max_model_len}; the model has {num_positions} positions: lower it"
+            )
         check_tensors(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.max_model_len = num_positions if max_model_len is None else max_model_len
         spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
         self.attention = (
             make_attention(attention, spec, self.device) if isinstance(attention, str) else attention

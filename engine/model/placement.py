@@ -22,6 +22,26 @@ class DtypeChoice:
     reason: str
 
 
+def check_device(device: torch.device | str) -> None:
+    """Raise ``ValueError`` for a device that torch does not know or that this machine does not have."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device {str(device)!r} is none that torch knows; use cpu, cuda or cuda:N"
+        ) from None
+    if wanted.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(
+            f"device {wanted}: torch {torch.__version__} finds no CUDA device; use cpu, or install a torch "
+            "built for CUDA and the driver of a GPU"
+        )
+    if (wanted.index or 0) >= count:
+        raise ValueError(f"device {wanted}: there are {count} CUDA devices, the last is cuda:{count - 1}")
+
+
 def choose_dtype(requested: str | torch.dtype = "auto", device: torch.device | str = "cpu") -> DtypeChoice:
     """Pick bfloat16 where the device multiplies it in hardware, else float32, unless told otherwise.
 
@@ -113,6 +133,12 @@ def _cgroup_left(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     try:
         limit = (root / "memory.max").read_text(encoding="ascii").strip()
         used = (root / "memory.current").read_text(encoding="ascii").strip()
-    except OSError:
+        counts = dict(
+            line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
+    except (OSError, ValueError):
         return None
-    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    # Files read once, such as the weights, count as used and are dropped when memory runs short.
+    return max(0, int(limit) - int(used) + int(counts.get("inactive_file", 0)))

@@ -9,9 +9,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from pagedserve.engine.model.errors import ModelNotFound
+from pagedserve.engine.model.errors import ModelNotFound, TokenizerError
 from pagedserve.engine.model.files import ModelFiles
 from pagedserve.engine.model.gguf import GgufSource
 
@@ -23,7 +24,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of ``files``, never running remote code. Raises ``ModelNotFound`` without one."""
+    """Load the tokenizer of ``files``, never running remote code. Raises ``ModelNotFound`` without one and
+    ``TokenizerError`` if its files cannot be read.
+    """
     if files.kind == "gguf":
         cached = _cached_folder(files.path)
         if not _is_current(cached, files.path):
@@ -55,7 +58,14 @@ def eos_token_ids(files: ModelFiles, tokenizer: "PreTrainedTokenizerBase") -> fr
 def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds: the tokenizers library raises bare exceptions
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise TokenizerError(
+            f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {shorten(reason, 200)}); "
+            "fetch or convert its files again"
+        ) from error
 
 
 def _cached_folder(gguf: Path) -> Path:

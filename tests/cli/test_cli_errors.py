@@ -49,7 +49,7 @@ BAD_SIMULATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown device": ((*TRACE, "--device", "tpu"), ("'tpu'", "h200-sxm")),
     "unknown model": ((*TRACE, "--model", "gpt-9"), ("'gpt-9'", "Llama-3.1-8B", "config.json")),
     "model too large": ((*TRACE, "--device", "l40s", "--model", "llama-2-70b"), ("does not fit", "GiB")),
-    "unknown cost": ((*TRACE, "--cost", "free"), ("--cost", "'free'", "roofline, constant")),
+    "unknown cost": ((*TRACE, "--cost", "free"), ("--cost", "'free'", "roofline, measured, constant")),
     "constant without numbers": ((*TRACE, "--cost", "constant"), ("--step-us", "--num-blocks")),
     "constant with a device": (
         (*TRACE, "--cost", "constant", "--step-us", "1", "--num-blocks", "9", "--device", "h200"),

@@ -1,55 +1,21 @@
-"""``pagedserve generate``: text on standard output as it comes, everything else elsewhere, and mistakes told."""
+"""``pagedserve generate``: text on standard output as it comes, everything else elsewhere."""
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_models import CONFIG, save_tiny_model
-from cli_run import Ran, Run, assert_refused
+from cli_generating import GREEDY, SMALL, greedy_text, outputs
+from cli_models import save_tiny_model
+from cli_run import Run, assert_refused
 
-from pagedserve.cli import completions, engine_options
-from pagedserve.cli.completions import PrinterState
-from pagedserve.cli.engine_options import EngineOptions
-from pagedserve.cli.sampling_options import SamplingOptions
+from pagedserve.cli import completions
 from pagedserve.metrics.record import RunRecord
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--num-blocks", "64", "--dtype", "float32")
-GREEDY = ("--temperature", "0", "--ignore-eos", "--max-tokens", "8", *SMALL)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
-    torch.set_num_threads(1)
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def generate(run: Run, model: Path) -> Run:
-    """Run ``generate`` with the tiny model."""
-    return lambda *args: run("generate", "--model", model, *args)
-
-
-def outputs(ran: Ran) -> list[list[dict[str, Any]]]:
-    assert ran.code == 0, ran
-    return [prompt["completions"] for prompt in json.loads(ran.out)["prompts"]]
-
-
-def greedy_text(generate: Run, prompt: str) -> str:
-    return outputs(generate(*GREEDY, "--json", "-", prompt))[0][0]["text"]
 
 
 def test_one_prompt_gives_its_text_alone_and_the_rest_on_standard_error(generate: Run, model: Path) -> None:
@@ -235,195 +201,3 @@ def test_chat_applies_the_template(generate: Run, run: Run, tmp_path: Path) -> N
     assert ran.err.splitlines()[-1] == (
         "Error: --chat: this model's tokenizer has no chat template; leave the option out"
     )
-
-
-BEFORE_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no prompt": ((), ("no prompt", "--prompt-file")),
-    "missing prompt file": (("--prompt-file", "nope.txt"), ("nope.txt", "nothing there")),
-    "folder as prompt file": (("--prompt-file", "/"), ("a folder",)),
-    "no text as prompt file": (("--prompt-file", sys.executable), ("--prompt-file", "not UTF-8 text")),
-    "standard input twice": (("--prompt-file", "-", "--prompt-file", "-"), ("once",)),
-    "temperature": (("--temperature", "-1", "x"), ("temperature is -1.0", "[0.0, 100.0]", "greedy")),
-    "no number": (("--temperature", "warm", "x"), ("--temperature", "'warm' is not a number")),
-    "no whole number": (("--n", "1.5", "x"), ("--n", "'1.5' is not a whole number")),
-    "no token id": (("--stop-token-ids", "a", "x"), ("--stop-token-ids", "'a'")),
-    "not a number": (("--top-p", "nan", "x"), ("top_p is nan", "(0.0, 1.0]")),
-    "top_p": (("--top-p", "0", "x"), ("top_p is 0.0", "(0.0, 1.0]")),
-    "top_k": (("--top-k", "-2", "x"), ("top_k is -2",)),
-    "min_p": (("--min-p", "2", "x"), ("min_p is 2.0",)),
-    "no output": (("--max-tokens", "0", "x"), ("max_tokens is 0", "at least one token")),
-    "min above max": (("--min-tokens", "9", "--max-tokens", "3", "x"), ("min_tokens is 9", "max_tokens, 3")),
-    "n": (("--n", "0", "x"), ("n is 0",)),
-    "seed": (("--seed", str(2**63), "x"), ("seed is 9223372036854775808",)),
-    "empty stop": (("--stop", "", "x"), ("stop[0] is empty",)),
-    "logprobs on no screen": (("--logprobs", "2", "x"), ("--logprobs", "--json")),
-    "unknown policy": (("--policy", "nope", "x"), ("'nope'", "vllm_v1")),
-    "unknown setting": (("--set", "foo=1", "x"), ("'foo'", "watermark")),
-    "overlap": (("--overlap-depth", "2", "x"), ("--overlap-depth", "0 to 1")),
-    "dtype": (("--dtype", "int8", "x"), ("--dtype", "'int8'", "bfloat16")),
-    "attention": (("--attention", "flash", "x"), ("'flash'", "reference")),
-    "more requests than tokens": (("--max-num-seqs", "600", "x"), ("600", "512", "raise the token budget")),
-    "no room for an output": (("--max-model-len", "1", "x"), ("--max-model-len", "at least 2")),
-    "nothing to replace": (("--overwrite", "x"), ("--overwrite",)),
-    "record over a file": (("--out", __file__, "x"), (Path(__file__).name, "is a file")),
-    "JSON over a folder": (("--json", "/", "x"), ("a folder has this name",)),
-}
-
-
-@pytest.mark.parametrize("case", BEFORE_LOADING)
-def test_mistakes_are_told_before_a_model_is_loaded(
-    case: str, generate: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args, words = BEFORE_LOADING[case]
-    monkeypatch.setattr(EngineOptions, "start", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert_refused(generate(*args), *words)
-
-
-def test_no_model(run: Run) -> None:
-    assert_refused(run("generate", "x"), "--model", "pagedserve generate --help")
-
-
-BEHIND_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "empty prompt": (("",), ("request 0 has 0 prompt tokens",)),
-    "prompt too long": (
-        ("--max-model-len", "8", "x", "eight tokens and more"),
-        ("request 1 has 21 prompt tokens", "max_model_len is 8", "7 or fewer"),
-    ),
-    "prompt larger than the pool": (
-        ("--num-blocks", "1", "more than 16 tokens"),
-        ("19", "2 KV blocks", "pool has 1"),
-    ),
-    "longer than the model": (("--max-model-len", "999", "x"), ("max_model_len is 999", "256")),
-    "stop id outside": (("--stop-token-ids", "258", "x"), ("stop_token_ids[0] is 258", "0 to 257")),
-    "more logprobs than tokens": (("--logprobs", "999", "--json", "-", "x"), ("logprobs is 999", "258")),
-    "contiguous with prefix caching": (
-        ("--policy", "mixed,allocator=contiguous_max", "--enable-prefix-caching", "x"),
-        ("ContiguousMax", "turn enable_prefix_caching off"),
-    ),
-    "pool beyond memory": (
-        ("--num-blocks", str(10**12), "x"),
-        ("--num-blocks 1000000000000", "GiB are free", "would fit"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BEHIND_LOADING)
-def test_mistakes_that_only_the_model_shows(case: str, generate: Run, model: Path) -> None:
-    args, words = BEHIND_LOADING[case]
-    assert_one_line(generate(*args), *words)
-
-
-def assert_one_line(ran: Ran, *words: str) -> None:
-    """Exit code 2, no output, and behind what was decided one line that holds the words."""
-    assert (ran.code, ran.out) == (2, ""), ran
-    *before, last = ran.err.splitlines()
-    assert last.startswith("Error: ")
-    assert not any(line.startswith(("Error", "Traceback")) for line in before)
-    for word in words:
-        assert word in last
-
-
-def test_models_that_cannot_be_loaded(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    (pickled / "config.json").write_text(json.dumps(CONFIG))
-    (pickled / "pytorch_model.bin").touch()
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-
-    def offline(*_: Any, **__: Any) -> None:
-        raise OSError("no route to the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    for name, words in {
-        "smollm3": ("no model 'smollm3'", "smollm2-135m", "owner/name"),
-        "nobody/nothing": ("'nobody/nothing'", "no route to the hub", "Without a connection"),
-        str(tmp_path): ("no config.json", "no GGUF file"),
-        str(pickled): ("pytorch_model.bin", "pickled", "safetensors"),
-        str(pickled / "pytorch_model.bin"): ("pickled",),
-        str(tmp_path / "gpt"): ("GPT2LMHeadModel",),
-    }.items():
-        assert_one_line(run("generate", "--model", name, "x"), *words)
-    monkeypatch.setattr("pagedserve.engine.model.placement.available_bytes", lambda _: 1000)
-    assert_one_line(run("generate", "--model", model, "x"), "1,000 bytes", "are available on cpu")
-
-
-def test_an_output_that_fails_is_told_and_the_exit_code_says_so(run: Run, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    broken = save_tiny_model(tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][:] = float("nan")
-    save_file(tensors, broken / "model.safetensors")
-    ran = run("generate", "--model", broken, *SMALL, "x")
-    assert (ran.code, ran.out) == (1, "\n")
-    assert "(1 error)" in ran.err
-    assert ran.err.splitlines()[-1].startswith("Error: request 0: ")
-
-
-def test_an_interrupt_ends_the_line_and_the_process_with_130(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "long", max_position_embeddings=16384)
-    args = ["--model", str(model), "--ignore-eos", "--max-tokens", "16000", "--max-model-len", "16384"]
-    args += ["--num-blocks", "1024", "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "r.json")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pagedserve.cli.main", "generate", *args, "--overlap-depth", "1", "hello"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
-    )
-    stdout: Any = process.stdout
-    assert 0 < len(stdout.read1(1 << 16)) < 4096, "text came in small pieces"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert out.endswith(b"\n")
-    assert err.decode().splitlines()[-1] == (
-        "Error: interrupted: what was being computed is lost, what was saved before is whole"
-    )
-    assert b"Traceback" not in err
-    assert [path.name for path in tmp_path.iterdir()] == ["long"]
-
-
-def test_the_printer_keeps_the_order_of_completions(capsys: pytest.CaptureFixture[str]) -> None:
-    printer = PrinterState(["one", "two", "three"])
-    printer.begin()
-    printer.add(2, "C", False)
-    printer.add(1, "B", False)
-    assert capsys.readouterr().out == "one\n"
-    printer.add(0, "A", False)
-    printer.add(1, "b", True)
-    assert capsys.readouterr().out == "A"
-    printer.add(0, "a", True)
-    assert capsys.readouterr().out == "a\ntwo\nBb\nthree\nC"
-    printer.break_off()
-    assert capsys.readouterr().out == "\n"
-    printer.add(2, "", True)
-    assert capsys.readouterr().out == "\n"
-    printer.break_off()
-    assert capsys.readouterr().out == ""
-
-
-def test_what_the_options_say_is_what_the_engine_has() -> None:
-    """Choices and defaults are written down twice, so that help needs no torch."""
-    from pagedserve.engine.llm import LLM
-    from pagedserve.engine.params import SamplingParams
-    from pagedserve.kernels.attention import BACKENDS
-
-    own = inspect.signature(LLM.__init__).parameters
-    for field in fields(EngineOptions):
-        if field.name != "model":
-            assert field.default == own[field.name].default, field.name
-    assert set(engine_options.ATTENTIONS) == {"auto", *BACKENDS}
-    defaults = {field.name: field.default for field in fields(SamplingParams)}
-    unlike = [
-        field.name
-        for field in fields(SamplingOptions)
-        if (field.default or ()) != (defaults[field.name] or ())
-    ]
-    assert unlike == ["max_tokens"]
-    assert SamplingOptions().params(has_json=False) == SamplingParams(max_tokens=128)

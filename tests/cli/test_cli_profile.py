@@ -15,7 +15,7 @@ from pagedserve.cli.engine_options import EngineOptions
 from pagedserve.metrics.profile import Profile, StepPoint
 from pagedserve.policy import StepShape
 
-QUICK = ("--grid", "small", "--repeats", "1", "--dtype", "float32", "--max-num-seqs", "16")
+QUICK = ("--grid", "small", "--repeats", "1", "--dtype", "float32", "--max-num-seqs", "40")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     torch.set_num_threads(1)
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=512)
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=1280)
 
 
 def test_a_profile_is_written_shown_and_named_by_its_hash(run: Run, model: Path, tmp_path: Path) -> None:
@@ -34,47 +34,50 @@ def test_a_profile_is_written_shown_and_named_by_its_hash(run: Run, model: Path,
     assert (ran.code, ran.err) == (0, f"loading {model}\n")
     found = Profile.load(path)
     grid = GRIDS["small"]
-    assert len(found.steps) == 6 + 10 + 3
+    assert len(found.steps) == 10 + 5 + 1 + 14 + 4
     assert {point.num_repeats for point in found.steps} == {3}
     assert [point.num_rows for point in found.host] == [1, 8]
     assert found.provenance["model"] == str(model)
     assert found.provenance["grid"]["chunk_tokens"] == list(grid.chunk_tokens)
-    assert found.provenance["limits"]["max_num_seqs"] == 16
+    assert found.provenance["limits"]["max_num_seqs"] == 40
     lines = ran.out.splitlines()
     assert "float32: as requested" in lines
-    assert "measuring 19 steps and the host's time (1 row, 8 rows), 3 times each after a warm-up" in lines
+    assert "measuring 34 steps and the host's time (1 row, 8 rows), 3 times each after a warm-up" in lines
     assert lines[-1] == f"saved in {path} (sha256 {found.sha256()})"
     assert any(line.startswith(f"{model} in float32 on ") for line in lines)
     assert any("torch " in line and found.provenance["date"] in line for line in lines)
     titles = [line for line in lines if "\\" in line]
     assert [title.split() for title in titles] == [
-        ["chunk", "of", "tokens", "\\", "context", "0", "256"],
-        ["decode", "batch", "\\", "context", "16", "256"],
-        ["decode", "batch", "(context", "256)", "\\", "with", "a", "chunk", "of", "32"],
+        ["chunk", "of", "tokens", "\\", "context", "0", "512"],
+        ["decode", "batch", "\\", "context", "16", "512"],
+        ["decode", "batch", "(context", "512)", "\\", "with", "a", "chunk", "of", "64"],
     ]
     rows = [line.split() for line in lines if re.fullmatch(r"\s+\d+( +[\d.,]+)+", line)]
-    assert [row[0] for row in rows] == ["1", "16", "64", "1", "4", "8", "1", "4", "8"]
-    chunk = next(p for p in found.steps if p.shape.chunks == ((16, 256),))
+    batches = ["1", "4", "16", "32"]
+    assert [row[0] for row in rows] == ["1", "16", "64", "256", "512", *batches, *batches]
+    chunk = next(p for p in found.steps if p.shape.chunks == ((16, 512),))
     assert rows[1][2] == f"{chunk.p50_ns / 1e6:,.2f}"
-    even = next(p for p in found.steps if p.kind == "decode" and p.shape.decode_context_sumsq == 8 * 256**2)
-    assert rows[5][2] == f"{even.p50_ns / 1e6:,.2f}"
+    even = next(p for p in found.steps if p.kind == "decode" and p.shape.decode_context_sumsq == 16 * 512**2)
+    assert rows[7][2] == f"{even.p50_ns / 1e6:,.2f}"
     mixed = next(p for p in found.steps if p.kind == "mixed" and p.shape.num_decodes == 4)
-    assert rows[7][1] == f"{mixed.p50_ns / 1e6:,.2f}"
+    assert rows[10][1] == f"{mixed.p50_ns / 1e6:,.2f}"
 
 
 def test_what_the_limits_leave_out_is_said_and_not_shown(run: Run, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     ran = run("profile", "--model", model, "--out", path, *QUICK, "--max-model-len", 200, "--max-num-seqs", 4)
     found = Profile.load(path)
-    assert "measuring 6 steps (13 of the grid's 19 do not fit the limits and are left out)" in ran.out
+    assert "measuring 10 steps (24 of the grid's 34 do not fit the limits and are left out)" in ran.out
     assert "the host's time (1 row)" in ran.out
-    assert len(found.steps) == 6
+    assert len(found.steps) == 10
     assert {(point.kind, point.shape.decode_context_sum) for point in found.steps} == {
         ("chunk", 0),
+        ("unsampled", 0),
+        ("split", 0),
         ("decode", 16),
         ("decode", 64),
     }
-    assert "256" not in ran.out.partition("chunk of tokens")[2].partition("microseconds")[0]
+    assert "512" not in ran.out.partition("chunk of tokens")[2].partition("microseconds")[0]
     assert "with a chunk of" not in ran.out
 
 

@@ -88,8 +88,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no JSON": (_edit("header.json", lambda text: text[:-9]), ("header.json", "expected JSON")),
     "no text": (_edit("header.json", lambda text: b"\xff\xfe" + text), ("header.json",)),
     "another version": (
-        _edit("header.json", lambda text: text.replace(b'"format_version": 1', b'"format_version": 9')),
-        ("format_version", "expected 1, found 9"),
+        _edit("header.json", lambda text: text.replace(b'"format_version": 2', b'"format_version": 9')),
+        ("format_version", "expected one of (1, 2), found 9"),
     ),
     "no limits": (
         _edit("header.json", lambda text: text.replace(b'"block_size"', b'"blocksize"')),

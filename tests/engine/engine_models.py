@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from model_checkpoints import hf_continuation
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pagedserve.engine import runner
@@ -110,12 +111,7 @@ def hf_model(kind: str) -> Any:
 @cache
 def hf_greedy(kind: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     """What ``transformers`` generates greedily behind the prompt, one sequence at a time."""
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        out = hf_model(kind).generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens
-        )
-    return tuple(out[0, len(prompt) :].tolist())
+    return hf_continuation(hf_model(kind), prompt, num_tokens)
 
 
 @cache

@@ -117,3 +117,18 @@ def chunked_logits(model: Model, tokens: Sequence[int], chunk: int, block_size: 
         part = SequenceChunk(tokens[start : start + chunk], start, blocks)
         rows.append(model.logits(model.forward(make_batch([part], block_size), kv)))
     return torch.cat(rows)
+
+
+def hf_continuation(model: Any, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """What transformers' model generates greedily behind the prompt, its end marks ignored."""
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return tuple(out[0, len(prompt) :].tolist())

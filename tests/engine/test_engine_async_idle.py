@@ -189,3 +189,30 @@ def test_a_rule_that_waits_costs_nothing_meanwhile() -> None:
 
     with serving(Policy(batching=Patient())) as served:
         run(main(served))
+
+
+class InPairs:
+    """Serves requests two by two, and names no time while one waits alone."""
+
+    def compose(self, step: Step) -> None:
+        """Leave a single request waiting."""
+        if step.num_running or len(list(step.waiting())) > 1:
+            Mixed().compose(step)
+
+
+def test_a_rule_that_leaves_requests_waiting_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the numbers; the stream goes on when another request changes the rule's mind."""
+
+    async def main(served: AsyncEngine) -> None:
+        for _ in range(2):
+            first = asyncio.create_task(collect(served.stream([1, 2], greedy(3))))
+            while not served.engine.num_stranded:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            assert not first.done()
+            assert len(await collect(served.stream([3, 4], greedy(3)))) == len(await first) == 4
+
+    with serving(Policy(batching=InPairs())) as served:
+        run(main(served))
+    (warning,) = caplog.messages
+    assert warning.startswith("InPairs schedules nothing while 1 requests wait and nothing runs")

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from engine_models import RULES, engine_of, greedy, ids_of, prompts, scripted, small_limits
 from engine_rules import PreemptAt
-from test_engine_limits import broken_logits
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.params import SamplingParams
@@ -161,20 +160,6 @@ def test_identical_with_a_rule_of_ones_own(count: int, depth: int) -> None:
             live = engine.record()
         assert sum(live.array("steps", "num_preemptions").tolist()) == 1
         assert check_decisions(live, spec, check=True).first_difference is None
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_identical_when_a_row_has_no_token(depth: int) -> None:
-    """A sampling error ends its request like a stop; the replay ends it there too."""
-    spec = policy("vllm_v1")
-    with engine_of(spec, depth=depth) as engine, broken_logits(1, 3, float("nan")):
-        for text in prompts(4, 52):
-            engine.submit(text, greedy(8))
-        while engine.has_work:
-            engine.step()
-        live = engine.record()
-    assert live.requests.column("finish_reason").to_pylist() == ["length", "error", "length", "length"]
-    assert check_decisions(live, spec, check=True).first_difference is None
 
 
 def pressured(

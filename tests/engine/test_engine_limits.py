@@ -1,14 +1,10 @@
 """Hard limits: tiny pools, prompts at the edge, long queues, rows without a token to choose. No hang, no leak."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from engine_models import (
     KINDS,
     MAX_MODEL_LEN,
@@ -26,14 +22,11 @@ from engine_models import (
     vocabulary,
 )
 
-from pagedserve.engine import runner
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.outputs import CompletionState
 from pagedserve.engine.params import SamplingParams
-from pagedserve.engine.sampling.rows import SamplingBatch
-from pagedserve.engine.sampling.sampler import SampledTokens, sample
-from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import RequestRefused, policy
+from pagedserve.simulator.workload import recorded_workload
 
 DEPTHS = (0, 1)
 ALLOCATORS = ("paged", "contiguous_max", "contiguous_limit")
@@ -173,10 +166,6 @@ def random_run(engine: Engine, seed: int) -> list[CompletionState]:
     return states
 
 
-def counted(record: RunRecord, reason: str) -> int:
-    return record.requests.column("finish_reason").to_pylist().count(reason)
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a5_nothing_is_left_after_any_workload(rule: str, depth: int) -> None:
@@ -186,58 +175,13 @@ def test_a5_nothing_is_left_after_any_workload(rule: str, depth: int) -> None:
         assert_drained(engine)
         record = engine.record()
     rows = record.requests.to_pylist()
-    assert all(counted(record, reason) for reason in ("stop", "length", "abort"))
+    assert {row["finish_reason"] for row in rows} == {"stop", "length", "abort"}
     for state in states:
         row = rows[state.sequence.request.id]
         assert row["finish_reason"] == state.finish_reason
         assert row["num_output_tokens"] == len(state.token_ids) <= row["max_tokens"]
         wanted = state.sequence.params.logprobs
         assert len(state.logprobs) == (0 if wanted is None else len(state.token_ids))
-
-
-@contextmanager
-def broken_logits(request: int, num_output_tokens: int, value: float) -> Iterator[None]:
-    """Make one request's logits of one step unusable."""
-
-    def sample_broken(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        for row, candidate in enumerate(batch.layout.requests):
-            if candidate == request and counts.setdefault(candidate, 0) == num_output_tokens:
-                logits[row, 5] = value
-            counts[candidate] = counts.get(candidate, 0) + 1
-        return sample(logits, batch)
-
-    counts: dict[int, int] = {}
-    with mock.patch.object(runner, "sample", sample_broken):
-        yield
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 4])
-@pytest.mark.parametrize(
-    ("value", "words"), [(float("nan"), "contain NaN"), (float("inf"), r"contain \+inf")]
-)
-def test_a_row_without_a_token_ends_only_its_request(
-    value: float, words: str, num_tokens: int, depth: int
-) -> None:
-    """A sampling error ends one request with "error" and says why; its neighbours get all their tokens."""
-    heard = Heard()
-    texts = prompts(5, 44)
-    with engine_of("vllm_v1", depth=depth) as engine, broken_logits(2, num_tokens, value):
-        states = [engine.submit(text, greedy(9), heard)[0] for text in texts]
-        drain(engine)
-        record = engine.record()
-        assert_drained(engine)
-    for state in states:
-        completion = state.completion()
-        bad = completion.request == 2
-        expected = hf_greedy("llama", completion.prompt_token_ids, 9)
-        assert completion.token_ids == expected[: num_tokens if bad else 9]
-        assert completion.finish_reason == ("error" if bad else "length")
-        assert heard.reasons(completion.request) == [completion.finish_reason]
-        assert (completion.error is not None) == bad
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(states[2].completion().error)
-    assert counted(record, "error") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,3 +223,33 @@ def test_waiting_counts_from_before_the_prompt_is_tokenised() -> None:
         (state,) = engine.submit("slow", greedy(1))
         assert state.sequence.request.arrival_ns <= times[0]
         drain(engine)
+
+
+@pytest.mark.parametrize("name", ["stop_after", "predicted_output_tokens"])
+def test_numbers_of_tokens_below_one_are_refused(name: str) -> None:
+    """A stop after no token would never be reached."""
+    with engine_of() as engine:
+        for value in (0, -3):
+            with pytest.raises(ValueError, match=f"{name} is {value}; it must be at least 1, or None"):
+                engine.submit([1], greedy(1), **{name: value})
+        assert not engine.has_work
+
+
+def test_what_a_policy_may_go_by_reaches_it_the_record_and_the_replay() -> None:
+    """Priority, tenant, deadline and predicted length."""
+    facts = {
+        "priority": 3,
+        "tenant": "a",
+        "deadline_ns": 1 << 50,
+        "predicted_output_tokens": 5,
+    }
+    with engine_of() as engine:
+        (state,) = engine.submit(
+            [1, 2], greedy(3), priority=3, tenant="a", deadline_ns=1 << 50, predicted_output_tokens=5
+        )
+        drain(engine)
+        record = engine.record()
+    (row,) = record.requests.to_pylist()
+    ((replayed, _, _),) = recorded_workload(record).sends
+    for name, value in facts.items():
+        assert getattr(state.sequence.request, name) == row[name] == getattr(replayed, name) == value

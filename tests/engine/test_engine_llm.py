@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from engine_models import EOS, NUM_TOKENS, assert_drained, hf_greedy, hf_model, ids_of, scripted, tokenizer
 
+from pagedserve.engine.engine import EngineDead
 from pagedserve.engine.interrupts import InterruptsState
-from pagedserve.engine.llm import LLM
+from pagedserve.engine.llm import LLM, PoolTooLarge
+from pagedserve.engine.model.load import load_model
 from pagedserve.engine.params import SamplingParams
 from pagedserve.policy import IllegalPlan, Policy, RequestRefused, Step
 from pagedserve.policy.batching import Mixed
@@ -107,8 +110,9 @@ def test_the_end_mark_ends_the_output(llm: LLM) -> None:
 
 def test_more_positions_than_the_model_has_are_refused(folder: Path) -> None:
     """Its config says 256."""
-    with pytest.raises(ValueError, match="max_model_len is 300; the model has 256 positions: lower it"):
-        llm_of(folder, max_model_len=300)
+    for load in (llm_of, load_model):
+        with pytest.raises(ValueError, match="max_model_len is 300; the model has 256 positions: lower it"):
+            load(folder, max_model_len=300)
 
 
 class NewcomersNever:
@@ -228,3 +232,37 @@ def test_generation_from_a_thread(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert outputs == [hf_greedy("llama", tuple(ids_of("Hello")), 8)]
+
+
+def test_a_pool_beyond_memory_is_refused(folder: Path) -> None:
+    """Before it is allocated, with what would fit."""
+    with pytest.raises(
+        PoolTooLarge, match=r"num_blocks 1000000000000: .* GiB are free: at most \d+ would fit"
+    ):
+        llm_of(folder, num_blocks=10**12)
+
+
+def test_a_closed_llm_says_so(folder: Path) -> None:
+    """Not a word of thread pools."""
+    llm = llm_of(folder, overlap_depth=1)
+    llm.generate("Hello", GREEDY)
+    llm.close()
+    with pytest.raises(EngineDead, match="the engine has stopped: it was closed; make a new one"):
+        llm.generate("Hello", GREEDY)
+    assert llm.record().requests.num_rows == 1
+
+
+def test_an_interrupt_while_prompts_are_taken_in_leaves_none_behind(llm: LLM) -> None:
+    """What had been handed in does not run in the next call."""
+
+    def interrupted(text: str) -> list[int]:
+        if text == "three":
+            raise KeyboardInterrupt
+        return ids_of(text)
+
+    llm.engine.vocabulary = replace(llm.engine.vocabulary, encode=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two", "three"], GREEDY)
+    assert not llm.engine.has_work
+    llm.generate("four", GREEDY)
+    assert llm.record().requests.column("finish_reason").to_pylist() == ["abort", "abort", "length"]

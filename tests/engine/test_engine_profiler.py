@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,14 @@ import pytest
 from engine_models import engine_of, greedy, run_all, small_limits, tiny_model, vocabulary
 
 from pagedserve.engine import profiler
-from pagedserve.engine.profile_grid import GRIDS, HOST_PROMPT, HOST_STEPS, Grid, Point, skewed
+from pagedserve.engine.profile_grid import HOST_PROMPT, HOST_STEPS, Grid, Point
 from pagedserve.engine.profiler import StepBench, profile_engine
 from pagedserve.engine.runner import ModelRunner
 from pagedserve.metrics.profile import Profile
 from pagedserve.policy import Limits, Policy, Request, Scheduler, Step, StepPlan, StepShape
 
 LIMITS = Limits(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=96, block_size=4, num_blocks=128)
-GRID = Grid((1, 8, 32), (0, 20), (1, 3, 6), (4, 40), (16,), (1, 4))
+GRID = Grid((1, 8, 32), (0, 20), (1, 3, 6), (4, 40), (16,), (2,), (1, 4))
 POINTS, ROWS = GRID.fitting(LIMITS)
 
 
@@ -45,7 +44,8 @@ def planned_by_a_scheduler(point: Point) -> StepPlan:
     wide = Limits(max_num_batched_tokens=4096, max_num_seqs=8, max_model_len=96, block_size=4, num_blocks=512)
     scheduler = Scheduler(Policy(batching=Staged()), wide)
     rule: Any = scheduler.batching
-    lengths = [tokens + context for tokens, context in point.chunks]
+    # A chunk that is not to sample leaves a token of its prompt.
+    lengths = [tokens + context + (not point.chunks_sample) for tokens, context in point.chunks]
     contexts = [context for _, context in point.chunks]
     rule.sizes = dict(enumerate([*contexts, *point.decodes]))
     for number, length in enumerate([*lengths, *point.decodes]):
@@ -55,14 +55,14 @@ def planned_by_a_scheduler(point: Point) -> StepPlan:
     if before.step is not None:
         scheduler.commit(before.step, (), 1)
     for number, length in enumerate(lengths):
-        rule.sizes[number] = length - contexts[number]
+        rule.sizes[number] = point.chunks[number][0]
         if not contexts[number]:
             scheduler.add(Request(number, 1, length, 8), 1)
     rule.decodes = True
     return scheduler.schedule(2)
 
 
-def shape_of_batch(batch: Any, num_chunks: int) -> StepShape:
+def shape_of_batch(batch: Any, num_chunks: int, chunks_sample: bool) -> StepShape:
     """A step's shape, worked out from what the model is given."""
     contexts = batch.context_lens.tolist()
     counts = np.diff(batch.query_start.numpy()).tolist()
@@ -74,7 +74,7 @@ def shape_of_batch(batch: Any, num_chunks: int) -> StepShape:
         sum(decodes),
         max(decodes, default=0),
         sum(context**2 for context in decodes),
-        len(contexts),
+        len(contexts) if chunks_sample else len(decodes),
     )
 
 
@@ -101,7 +101,12 @@ def test_a_step_is_what_a_scheduler_would_plan_and_what_the_model_computes(point
     watched, planned = Watched(LIMITS), planned_by_a_scheduler(point)
     watched.bench.measure(point)
     (plan,), (batch,) = watched.plans, watched.batches
-    assert plan.shape == point.shape == planned.shape == shape_of_batch(batch, len(point.chunks))
+    assert (
+        plan.shape
+        == point.shape
+        == planned.shape
+        == shape_of_batch(batch, len(point.chunks), point.chunks_sample)
+    )
     assert [chunk[1:] for chunk in plan.chunks] == [chunk[1:] for chunk in planned.chunks]
     assert len(plan.decodes) == len(planned.decodes) == len(plan.joined)
     # As many blocks as a scheduler holds for the same tokens, each owned by one request and in the pool.
@@ -144,83 +149,6 @@ def test_the_time_is_from_the_end_of_launch_to_the_end_of_wait(monkeypatch: pyte
     assert [watched.bench.measure(point) for point in POINTS[:3]] == [7, 7, 7]
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_grids_cover_chunks_decodes_even_and_skewed_and_both_together(name: str) -> None:
-    grid = GRIDS[name]
-    limits = Limits(512, 64, 4096, 16, 16384)
-    points, rows = grid.fitting(limits)
-    assert points == grid.points(limits), "all of it fits what an engine has by default"
-    assert len({point.shape for point in points}) == len(points)
-    by_kind = {kind: [p for p in points if p.kind == kind] for kind in ("chunk", "decode", "mixed")}
-    assert {p.chunks for p in by_kind["chunk"]} == {
-        ((tokens, context),) for tokens in grid.chunk_tokens for context in grid.chunk_contexts
-    }
-    even = {(len(p.decodes), p.decodes[0]) for p in by_kind["decode"] if len(set(p.decodes)) == 1}
-    assert even == {(batch, context) for batch in grid.decode_batches for context in grid.decode_contexts}
-    uneven = [p.shape for p in by_kind["decode"] if len(set(p.decodes)) > 1]
-    pairs = {(shape.num_decodes, shape.decode_context_sum // shape.num_decodes) for shape in uneven}
-    assert pairs == {(batch, context) for batch, context in even if batch > 2}
-    for shape in uneven:
-        half = min(shape.decode_context_sum // 2, 4094)
-        assert half - shape.num_decodes < shape.decode_context_max <= max(half + shape.num_decodes, 4094)
-    assert {(len(p.decodes), p.chunks[0][0]) for p in by_kind["mixed"]} == {
-        (batch, tokens) for batch in grid.decode_batches for tokens in grid.mixed_chunks
-    }
-    assert rows == list(grid.host_rows)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 32])
-@pytest.mark.parametrize("context", [1, 2, 16, 333])
-@pytest.mark.parametrize("longest", [300, 400, 5000])
-def test_skewed_keeps_the_sum_and_the_longest(batch: int, context: int, longest: int) -> None:
-    contexts = skewed(batch, context, longest)
-    assert len(contexts) == batch
-    assert sum(contexts) == batch * context
-    assert min(contexts) >= 1
-    assert max(contexts) <= max(longest, context)
-    assert max(contexts) == contexts[-1]
-
-
-def test_what_does_not_fit_is_left_out_and_nothing_else() -> None:
-    assert [point.kind for point in GRID.points(LIMITS) if point not in POINTS] == []
-    few = Limits(max_num_batched_tokens=24, max_num_seqs=3, max_model_len=30, block_size=4, num_blocks=10)
-    points, rows = GRID.fitting(few)
-    assert {point.shape for point in points} == {
-        *(
-            StepShape(((tokens, context),), num_samples=1)
-            for tokens, context in ((1, 0), (1, 20), (8, 0), (8, 20))
-        ),
-        StepShape((), 1, 4, 4, 16, 1),
-        StepShape((), 3, 12, 4, 48, 3),
-        StepShape((), 3, 12, 6, 54, 3),
-    }
-    assert rows == [1]
-    for point in set(GRID.points(LIMITS)) - set(points):
-        lengths = [*(n + c for n, c in point.chunks), *(c + 1 for c in point.decodes)]
-        assert (
-            max(lengths) > 29
-            or len(lengths) > 3
-            or sum(-(-length // 4) for length in lengths) > 10
-            or point.shape.num_tokens > 24
-        )
-
-
-@pytest.mark.parametrize(
-    ("point", "least"),
-    [
-        (Point("chunk", (), ((8, 20),)), Limits(8, 1, 29, 4, 7)),
-        (Point("mixed", (7, 3), ((5, 2),)), Limits(7, 3, 9, 4, 5)),
-    ],
-    ids=str,
-)
-def test_a_step_fits_limits_of_its_own_size_and_none_smaller(point: Point, least: Limits) -> None:
-    assert point.fits(least)
-    for name in ("max_num_batched_tokens", "max_model_len", "num_blocks"):
-        assert not point.fits(replace(least, **{name: getattr(least, name) - 1})), name
-    if least.max_num_seqs > 1:
-        assert not point.fits(replace(least, max_num_seqs=least.max_num_seqs - 1))
-
-
 @pytest.mark.parametrize("changes", [{"max_model_len": 24}, {"num_blocks": 5}, {"max_num_batched_tokens": 7}])
 def test_limits_without_room_are_refused_with_their_numbers(changes: dict[str, int]) -> None:
     tight = small_limits(max_num_seqs=4, **changes)
@@ -258,7 +186,7 @@ def test_a_profile_of_a_real_engine() -> None:
 
 
 def test_a_profile_of_a_real_engine_survives_its_file(tmp_path: Any) -> None:
-    small = Grid((8,), (0,), (1,), (4,), (8,), (1,))
+    small = Grid((8,), (0,), (1,), (4,), (8,), (), (1,))
     with engine_of(limits=LIMITS) as engine:
         found = profile_engine(engine, "tiny", small, num_repeats=1)
     found.save(tmp_path / "p.json")

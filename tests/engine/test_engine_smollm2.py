@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_models import RULES, assert_drained, run_scrambled
 from engine_rules import ChunksOf, PreemptAtRandom
+from model_checkpoints import hf_continuation
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.llm import vocabulary_of
@@ -66,20 +67,7 @@ def expected(loaded: LoadedModel, texts: list[tuple[int, ...]]) -> list[tuple[in
     hf: Any = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
-    outputs = []
-    for text in texts:
-        ids = torch.tensor([text])
-        with torch.inference_mode():
-            out = hf.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=LENGTH,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        outputs.append(tuple(out[0, len(text) :].tolist()))
-    return outputs
+    return [hf_continuation(hf, text, LENGTH) for text in texts]
 
 
 SPECS = {

@@ -9,10 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from pagedserve.engine.model import tokenizer as tokenizer_module
 from pagedserve.engine.model.config import ModelConfig
-from pagedserve.engine.model.errors import ModelNotFound, NotEnoughMemory
+from pagedserve.engine.model.errors import ModelNotFound, NotEnoughMemory, TokenizerError
 from pagedserve.engine.model.files import ModelFiles, resolve_model
+from pagedserve.engine.model.load import load_model
 from pagedserve.engine.model.placement import (
     available_bytes,
+    check_device,
     check_memory,
     choose_dtype,
     cpu_bfloat16_flag,
@@ -186,3 +188,31 @@ def test_a_control_group_limit_counts(tmp_path: Path) -> None:
     assert _cgroup_left(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert _cgroup_left(tmp_path) == 600
+
+
+@pytest.mark.parametrize("text", ["", "not JSON", "{}", '{"model": {"type": "None"}}'])
+def test_a_malformed_tokenizer_says_so(text: str, tmp_path: Path) -> None:
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r": the tokenizer cannot be read \(.*\); fetch or convert"):
+        load_tokenizer(ModelFiles("x", "safetensors", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "words"),
+    [
+        ("gpu", 0, "device 'gpu' is none that torch knows; use cpu, cuda or cuda:N"),
+        ("cuda", 0, "device cuda: torch .* finds no CUDA device; use cpu"),
+        ("cuda:2", 2, "device cuda:2: there are 2 CUDA devices, the last is cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    device: str, count: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=words):
+        load_model("no-such-model", device=device)
+    check_device("cpu")
+    if count:
+        check_device("cuda:1")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_checkpoints import hf_continuation
 
 from pagedserve.engine.model.batch import SequenceChunk, make_batch
 from pagedserve.engine.model.errors import FetchError
@@ -54,20 +55,7 @@ def hf(files: ModelFiles) -> Any:
 @pytest.fixture(scope="module")
 def expected(hf: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Prompt and greedy continuation of each prompt, by transformers."""
-    outputs = []
-    for tokens in prompts:
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            out = hf.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=COUNT,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        outputs.append(out[0].tolist())
-    return outputs
+    return [[*tokens, *hf_continuation(hf, tokens, COUNT)] for tokens in prompts]
 
 
 def greedy(model: Model, prompts: Sequence[list[int]], chunk: int) -> list[list[int]]:

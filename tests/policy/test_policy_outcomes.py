@@ -103,3 +103,23 @@ def test_stop_wins_over_length_and_any_reason_is_passed_on() -> None:
     scheduler.add(scripted(1, 3, 1).request, 0)
     scheduler.schedule(0)
     assert scheduler.commit(0, [Outcome(0, 1, "tool_calls")], 1) == [(0, "tool_calls", 1), (1, "length", 1)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("limit", [1, 5])
+def test_a_request_may_end_without_the_token_it_was_to_sample(limit: int, depth: int) -> None:
+    """Its first, or also its last; at depth 1 with a further one in flight."""
+    scheduler = Scheduler(policy("mixed"), LIMITS, depth)
+    scheduler.add(scripted(0, 3, limit).request, 0)
+    scheduler.add(scripted(1, 3, 1).request, 0)
+    scheduler.schedule(0)
+    if depth:
+        scheduler.schedule(0)
+    assert scheduler.commit(0, [Outcome(0, 0, "error")], 1) == [(0, "error", 0), (1, "length", 1)]
+    assert scheduler.num_discarded_tokens == 0
+    scheduler.check()
+    if scheduler.in_flight:
+        assert scheduler.commit(1, [], 2) == []
+        assert scheduler.num_discarded_tokens == 1
+    assert scheduler.allocator.num_free_blocks == LIMITS.num_blocks
+    scheduler.check()
