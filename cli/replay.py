@@ -37,6 +37,7 @@ Examples:
 """
 URL_PANEL = "A server elsewhere"
 DEFAULT_VOCAB = 30_000
+NOTABLE_STALL_NS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,4 +234,11 @@ def _lateness(record: RunRecord) -> str:
     from pagedserve.validation.send_lag import SendLag
 
     lag = SendLag.of(record)
-    return f"requests were sent at most {lag.max_s * 1e3:,.1f} ms late (median {lag.p50_s * 1e3:,.1f} ms)"
+    says = f"requests were sent at most {lag.max_s * 1e3:,.1f} ms late (median {lag.p50_s * 1e3:,.1f} ms)"
+    stall_ns = record.header["counters"].get("client_stall_p50_ns", 0)
+    if stall_ns > NOTABLE_STALL_NS:
+        says += (
+            f"; this client itself was busy for {stall_ns / 1e6:,.1f} ms at the median: its times say more of "
+            "the client than of the server"
+        )
+    return says

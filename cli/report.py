@@ -102,6 +102,8 @@ def _described(record: RunRecord) -> str:
     title = device.get("title") if isinstance(device, dict) else device
     where = f" on {title}" if title else ""
     trace = header["trace"].get("name", "an unnamed trace")
+    if record.is_client:
+        return f"seen by a client, trace {trace}, {record.steps.num_rows:,} arrivals of tokens"
     return f"{header['kind']}{where}, policy {policy}, trace {trace}, {record.steps.num_rows:,} steps"
 
 

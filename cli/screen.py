@@ -101,12 +101,13 @@ def shown_metrics(summaries: Iterable[Summary]) -> list[Shown]:
 def endings(label: str, record: RunRecord, summary: Summary) -> list[str]:
     """How the requests of a run ended, and why those that were refused were."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in summary.finish_reasons.items())
-    why = [f"  {each['count']:,} refused, such as: {each['example']}" for each in refusals(record)]
+    word = "failed" if record.is_client else "refused"
+    why = [f"  {each['count']:,} {word}, such as: {each['example']}" for each in refusals(record)]
     return [f"{label}: {summary.num_requests:,} requests: {reasons}", *why]
 
 
 def refusals(record: RunRecord) -> list[dict[str, Any]]:
-    """Refused requests by reason: messages that differ in numbers alone are one reason, with an example."""
+    """Refused or failed requests by reason: messages that differ in numbers alone are one reason, with an example."""
     errors = [error for error in record.requests.column("error").to_pylist() if error is not None]
     kinds = [re.sub(r"\d+", "#", error) for error in errors]
     examples = dict(zip(reversed(kinds), reversed(errors), strict=True))

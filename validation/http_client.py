@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any
 
-import httpx
+import httpx2
 
 from pagedserve.validation.http_stream import (
     EventsState,
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 30.0
 # Servers commonly close a connection idle for 5 s; one reused at that moment would fail a request.
 KEEPALIVE_S = 2.0
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-FAILURES = (httpx.HTTPError, httpx.StreamError, StreamError, OSError)
+FAILURES = (httpx2.HTTPError, httpx2.StreamError, StreamError, OSError)
 
 
 class ServerError(ValueError):
@@ -57,16 +57,16 @@ class CompletionsClient:
             headers["Authorization"] = f"Bearer {api_key}"
         self._options: dict[str, Any] = {
             "headers": headers,
-            "timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            "limits": httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-            "verify": httpx.create_ssl_context(),
+            "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            "limits": httpx2.Limits(keepalive_expiry=KEEPALIVE_S),
+            "verify": httpx2.create_ssl_context(),
             # A proxy named in the environment does not reach this machine's own servers.
             "trust_env": self._base.host not in LOOPBACK_HOSTS,
         }
         # A pool looks at each of its connections whenever a request begins or ends, which for hundreds at
         # once delays what is due. So each request in flight has a pool of its own, of one connection.
         self._lanes = AsyncExitStack()
-        self._idle: list[httpx.AsyncClient] = []
+        self._idle: list[httpx2.AsyncClient] = []
 
     async def __aenter__(self) -> "CompletionsClient":
         return self
@@ -117,7 +117,7 @@ class CompletionsClient:
             self._lane() as http,
             http.stream("POST", self._at("completions"), content=body) as response,
         ):
-            if response.status_code != httpx.codes.OK:
+            if response.status_code != httpx2.codes.OK:
                 await response.aread()
                 raise StreamError(_http_error(response))
             content_type = response.headers.get("content-type", "nothing")
@@ -132,10 +132,10 @@ class CompletionsClient:
                 state.take(data, at_ns)
 
     @asynccontextmanager
-    async def _lane(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _lane(self) -> AsyncIterator[httpx2.AsyncClient]:
         """A connection that no other request uses: the one that was free last, or a new one."""
         if not self._idle:
-            self._idle.append(await self._lanes.enter_async_context(httpx.AsyncClient(**self._options)))
+            self._idle.append(await self._lanes.enter_async_context(httpx2.AsyncClient(**self._options)))
         lane = self._idle.pop()
         try:
             yield lane
@@ -144,9 +144,9 @@ class CompletionsClient:
 
     async def _model_names(self) -> list[str]:
         response = await self._ask("GET", "models")
-        if response.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+        if response.status_code in (httpx2.codes.NOT_FOUND, httpx2.codes.METHOD_NOT_ALLOWED):
             return []
-        if response.status_code != httpx.codes.OK:
+        if response.status_code != httpx2.codes.OK:
             raise ServerError(f"{self.url}: /v1/models answers {_http_error(response)}")
         try:
             return [str(model["id"]) for model in response.json()["data"]]
@@ -156,9 +156,9 @@ class CompletionsClient:
                 f"{shown(response.content)}"
             ) from error
 
-    async def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+    async def _ask(self, method: str, path: str, **content: Any) -> httpx2.Response:
         try:
-            timeout = httpx.Timeout(PREFLIGHT_TIMEOUT_S)
+            timeout = httpx2.Timeout(PREFLIGHT_TIMEOUT_S)
             async with self._lane() as http:
                 return await http.request(method, self._at(path), timeout=timeout, **content)
         except FAILURES as error:
@@ -166,18 +166,18 @@ class CompletionsClient:
                 f"{self.url}: no server answers ({_told(error)}); is it running, and is this its address?"
             ) from error
 
-    def _at(self, path: str) -> httpx.URL:
+    def _at(self, path: str) -> httpx2.URL:
         return self._base.copy_with(path=f"{self._base.path.rstrip('/')}/v1/{path}")
 
 
-def base_url(url: str) -> httpx.URL:
+def base_url(url: str) -> httpx2.URL:
     """A server's address without the API's own path: ``/v1`` and ``/v1/completions`` at its end are left out.
 
     Raises `ServerError` unless it is one of http or https with a host.
     """
     try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
+        parsed = httpx2.URL(url)
+    except (httpx2.InvalidURL, TypeError) as error:
         raise ServerError(f"{url!r} is no URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ServerError(f"{url!r} is no server's address: expected one such as http://localhost:8000")
@@ -207,7 +207,7 @@ def completion_body(model: str, prompt: Sequence[int], max_tokens: int, *, exten
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _http_error(response: httpx.Response) -> str:
+def _http_error(response: httpx2.Response) -> str:
     try:
         content = response.json()
     except ValueError:

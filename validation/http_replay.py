@@ -175,7 +175,7 @@ def _header(trace: Trace, url: str, model: str, counters: dict[str, int]) -> dic
         "device": {"name": f"{model} at {url}", "url": url, "model": model},
         "cost": None,
         "trace": {"name": trace.name, "sha256": trace.sha256(), "num_requests": len(trace)},
-        "versions": {"pagedserve": pagedserve.__version__, "httpx": version("httpx")},
+        "versions": {"pagedserve": pagedserve.__version__, "httpx2": version("httpx2")},
         "counters": counters,
     }
 

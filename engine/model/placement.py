@@ -133,12 +133,14 @@ def _cgroup_left(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     try:
         limit = (root / "memory.max").read_text(encoding="ascii").strip()
         used = (root / "memory.current").read_text(encoding="ascii").strip()
-        counts = dict(
-            line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines()
-        )
-    except (OSError, ValueError):
+    except OSError:
         return None
     if not (limit.isdigit() and used.isdigit()):
         return None
-    # Files read once, such as the weights, count as used and are dropped when memory runs short.
-    return max(0, int(limit) - int(used) + int(counts.get("inactive_file", 0)))
+    return max(0, int(limit) - int(used) + _cached_bytes(root / "memory.stat"))
+
+
+def _cached_bytes(stat: Path) -> int:
+    """Files read once, such as the weights: they count as used, and are dropped when memory runs short."""
+    lines = stat.read_text(encoding="ascii").splitlines() if stat.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

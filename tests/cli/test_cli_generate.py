@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,16 @@ def test_prompts_from_files_and_standard_input(
     ran = generate(*GREEDY, "--json", "-", "first", "--prompt-file", path, "--prompt-file", "-")
     prompts = [prompt["prompt"] for prompt in json.loads(ran.out)["prompts"]]
     assert prompts == ["first", "two\nlines \u00e9", "from a pipe\n"]
+
+
+def test_a_prompt_from_a_pipe_with_a_name(generate: Run, tmp_path: Path) -> None:
+    """As a shell makes of <(...)."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("from afar\n",), daemon=True)
+    writer.start()
+    ran = generate(*GREEDY, "--json", "-", "--prompt-file", path)
+    assert [prompt["prompt"] for prompt in json.loads(ran.out)["prompts"]] == ["from afar"]
 
 
 def test_chat_applies_the_template(generate: Run, run: Run, tmp_path: Path) -> None:

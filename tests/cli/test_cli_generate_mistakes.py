@@ -177,3 +177,12 @@ def test_the_heap_is_settled_once_the_engine_is_there(
     out = ("--out", tmp_path / "p.json") if command == ("profile",) else ()
     assert run(*command, "--model", model, *SMALL, *out).code == 130
     assert settled == [True]
+
+
+def test_a_chat_template_that_fails_is_told(run: Run, tmp_path: Path) -> None:
+    strict = save_tiny_model(tmp_path / "strict")
+    settings = json.loads((strict / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('a system message must come first') }}"
+    (strict / "tokenizer_config.json").write_text(json.dumps(settings))
+    ran = run("generate", "--model", strict, *SMALL, "--chat", "x")
+    assert_one_line(ran, "--chat: this model's chat template failed", "a system message must come first")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,9 +230,10 @@ def test_waiting_counts_from_before_the_prompt_is_tokenised() -> None:
 def test_numbers_of_tokens_below_one_are_refused(name: str) -> None:
     """A stop after no token would never be reached."""
     with engine_of() as engine:
+        submit: Any = engine.submit
         for value in (0, -3):
             with pytest.raises(ValueError, match=f"{name} is {value}; it must be at least 1, or None"):
-                engine.submit([1], greedy(1), **{name: value})
+                submit([1], greedy(1), **{name: value})
         assert not engine.has_work
 
 

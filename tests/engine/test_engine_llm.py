@@ -266,3 +266,26 @@ def test_an_interrupt_while_prompts_are_taken_in_leaves_none_behind(llm: LLM) ->
     assert not llm.engine.has_work
     llm.generate("four", GREEDY)
     assert llm.record().requests.column("finish_reason").to_pylist() == ["abort", "abort", "length"]
+
+
+def test_options_of_loading_are_refused_for_a_loaded_model(folder: Path) -> None:
+    """They would have no effect."""
+    loaded = load_model(folder, dtype="float32")
+    for option in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"attention": "reference"}):
+        with pytest.raises(
+            ValueError, match="loaded already; give dtype, device and attention to load_model"
+        ):
+            LLM(loaded, **option)
+    LLM(loaded, num_blocks=8).close()
+
+
+def test_the_record_tells_the_seed(folder: Path) -> None:
+    """Also one that was drawn: given again, it gives the same output."""
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    assert llm_of(folder).record().header["seed"] == 0
+    first, other = llm_of(folder, seed=None), llm_of(folder, seed=None)
+    seed = first.record().header["seed"]
+    assert seed != other.record().header["seed"]
+    again = llm_of(folder, seed=seed)
+    outputs = [llm.generate("Hello", params)[0][0].token_ids for llm in (first, other, again)]
+    assert outputs[0] == outputs[2] != outputs[1]

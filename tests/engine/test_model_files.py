@@ -188,6 +188,8 @@ def test_a_control_group_limit_counts(tmp_path: Path) -> None:
     assert _cgroup_left(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert _cgroup_left(tmp_path) == 600
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
+    assert _cgroup_left(tmp_path) == 850, "what was read of files once is given up when it must be"
 
 
 @pytest.mark.parametrize("text", ["", "not JSON", "{}", '{"model": {"type": "None"}}'])
