@@ -69,7 +69,10 @@ class Screen:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        # Drawn seldom: it shares the cores with what it watches.
+        with Progress(
+            *columns, TimeRemainingColumn(), console=console, transient=True, refresh_per_second=2
+        ) as bar:
             task = bar.add_task(label, total=None)
 
             def advance(num_ended: int, num_requests: int) -> None:
