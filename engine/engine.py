@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -102,9 +102,9 @@ class Engine:
         *,
         priority: int = 0,
         tenant: str = "",
-        cache_salt: str | None = None,
         deadline_ns: int | None = None,
         predicted_output_tokens: int | None = None,
+        cache_salt: str | None = None,
         stop_after: int | None = None,
         due_ns: int | None = None,
     ) -> list[CompletionState]:
@@ -116,54 +116,49 @@ class Engine:
         below 1 or a prompt that can never run, and `EngineDead` when it has stopped.
         """
         self._check_alive()
-        for name, value in (("stop_after", stop_after), ("predicted_output_tokens", predicted_output_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, or None")
+        _refuse_below_one(stop_after=stop_after, predicted_output_tokens=predicted_output_tokens)
         arrival_ns = self.loop.clock()  # before the prompt is tokenised: that is time its caller waits
         params.validate_for_vocab(self.vocabulary.size)
-        ids = (
-            self.vocabulary.encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
-        )
-        check_token_ids("prompt", ids, self.vocabulary.size)
+        ids = self._token_ids(prompt)
         root, keys = self._prompt_keys(ids, cache_salt)
         with self._lock:
             first, self._next_id = self._next_id, self._next_id + params.n
             seed = self._seeds.randrange(-(1 << 63), 1 << 63) if params.seed is None else params.seed
-        states = []
+        request = Request(
+            first,
+            arrival_ns,
+            len(ids),
+            params.max_tokens,
+            None if keys is None else tuple(keys),
+            priority,
+            tenant,
+            deadline_ns,
+            predicted_output_tokens,
+        )
+        self.limits.output_limit(request)
+        stops = TokenStops.for_request(params, self.vocabulary.eos_token_ids)
+        states: list[CompletionState] = []
         for sample_index in range(params.n):
-            request = Request(
-                first + sample_index,
-                arrival_ns,
-                len(ids),
-                params.max_tokens,
-                None if keys is None else tuple(keys),
-                priority,
-                tenant,
-                deadline_ns,
-                predicted_output_tokens,
-            )
-            self.limits.output_limit(request)
-            stops = TokenStops.for_request(params, self.vocabulary.eos_token_ids)
             text = OutputTextState(params, self.vocabulary.pieces, prompt_ids=ids)
-            sequence = SequenceState(
-                request,
-                params,
-                list(ids),
-                stops,
-                text,
-                seed,
-                sample_index,
-                root,
-                list(keys or ()),
-                stop_after,
-            )
-            states.append(CompletionState(sequence))
+            own = (seed, sample_index, root, list(keys or ()), stop_after)
+            facts = replace(request, id=first + sample_index)
+            states.append(CompletionState(SequenceState(facts, params, list(ids), stops, text, *own)))
         for state in states:
-            request = state.sequence.request
-            self._live[request.id] = (state, listener)
-            self.runner.expect(state.sequence)
-            self.loop.add(request, due_ns)
+            self._hand_in(state, listener, due_ns)
         return states
+
+    def _hand_in(self, state: CompletionState, listener: Listener | None, due_ns: int | None) -> None:
+        request = state.sequence.request
+        self._live[request.id] = (state, listener)
+        self.runner.expect(state.sequence)
+        self.loop.add(request, due_ns)
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = (
+            self.vocabulary.encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+        )
+        check_token_ids("prompt", ids, self.vocabulary.size)
+        return ids
 
     def _prompt_keys(self, ids: list[int], cache_salt: str | None) -> tuple[bytes, list[bytes] | None]:
         """The root of the prompt's keys, and those of its full blocks; None without a prefix cache."""
@@ -280,3 +275,9 @@ class Engine:
     def _tell(listener: Listener | None, delta: Delta) -> None:
         if listener is not None:
             listener(delta)
+
+
+def _refuse_below_one(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1, or None")

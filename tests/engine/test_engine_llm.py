@@ -271,7 +271,8 @@ def test_an_interrupt_while_prompts_are_taken_in_leaves_none_behind(llm: LLM) ->
 def test_options_of_loading_are_refused_for_a_loaded_model(folder: Path) -> None:
     """They would have no effect."""
     loaded = load_model(folder, dtype="float32")
-    for option in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"attention": "reference"}):
+    options: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"device": "cuda"}, {"attention": "reference"}]
+    for option in options:
         with pytest.raises(
             ValueError, match="loaded already; give dtype, device and attention to load_model"
         ):
