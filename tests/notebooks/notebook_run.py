@@ -1,6 +1,6 @@
 """Executes notebooks. As a script it refreshes committed ones in place: their outputs, and nothing else.
 
-    python tests/notebooks/notebook_run.py notebooks/02_replay_a_production_trace.ipynb
+python tests/notebooks/notebook_run.py notebooks/02_replay_a_production_trace.ipynb
 """
 
 from __future__ import annotations

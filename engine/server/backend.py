@@ -1,0 +1,151 @@
+"""What the server needs of whatever makes the tokens, and the engine in a thread as one of those."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagedserve.engine.async_engine import AsyncEngine
+from pagedserve.engine.engine import EngineDead
+from pagedserve.engine.outputs import Delta
+from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.server.observer import EngineCountsState, EngineObserver
+from pagedserve.policy import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What never changes while a backend runs."""
+
+    limits: Limits
+    vocab_size: int
+    policy: str
+    """Its label, for people and metrics."""
+    caches_prefixes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """The present moment: sequences and KV blocks, as of the last step; and what was counted so far.
+
+    ``counts`` goes on counting. ``num_used_blocks`` includes blocks that wait for a step in flight; free
+    excludes cached.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    num_wasted_slots: int
+    counts: EngineCountsState
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """What goes with a prompt beside its sampling."""
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+
+
+class EngineBackend(Protocol):
+    """Makes tokens for the server; all methods are called in the event loop and none may block it."""
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What never changes."""
+        ...
+
+    @property
+    def fault(self) -> BaseException | None:
+        """The error that ended the engine, if one did: nothing runs any more."""
+        ...
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, options: SubmitOptions
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of all ``params.n`` sequences; each ends with one that has a finish reason.
+
+        Closing the iterator early aborts what has not ended. Raises ValueError before the first delta for
+        what can never run, and `EngineDead`.
+        """
+        ...
+
+    def abort(self, request: int, reason: str = "abort") -> None:
+        """Ask for a sequence's end, with that finish reason."""
+        ...
+
+    def stats(self) -> BackendStats:
+        """The present moment; cheap."""
+        ...
+
+
+class ThreadBackend:
+    """An `AsyncEngine` as a backend.
+
+    Make it before anything is handed to the engine: it counts from the first request on.
+    """
+
+    def __init__(self, served: AsyncEngine, policy: str) -> None:
+        """``policy``: its label. Raises RuntimeError for an engine that has begun to work."""
+        engine = served.engine
+        if engine.has_work:
+            raise RuntimeError("the engine has begun to work; make its backend before anything is handed in")
+        self._served = served
+        loop = engine.loop
+        self._observer = EngineObserver(engine.scheduler, loop._recorder)
+        loop._recorder = self._observer  # pyright: ignore[reportAttributeAccessIssue] - the same calls
+        caches = engine.scheduler.policy.enable_prefix_caching
+        self._facts = BackendFacts(engine.limits, engine.vocabulary.size, policy, caches)
+        self._fault: EngineDead | None = None
+
+    @property
+    def facts(self) -> BackendFacts:
+        """See `EngineBackend.facts`."""
+        return self._facts
+
+    @property
+    def fault(self) -> BaseException | None:
+        """See `EngineBackend.fault`."""
+        return self._served._error or self._fault
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, options: SubmitOptions
+    ) -> AsyncGenerator[Delta, None]:
+        """See `EngineBackend.stream`."""
+        deltas = self._served.stream(
+            prompt,
+            params,
+            priority=options.priority,
+            tenant=options.tenant,
+            cache_salt=options.cache_salt,
+        )
+        try:
+            async for delta in deltas:
+                yield delta
+        except EngineDead as dead:
+            self._fault = dead
+            raise
+        finally:
+            await deltas.aclose()  # pyright: ignore[reportAttributeAccessIssue] - it is a generator
+
+    def abort(self, request: int, reason: str = "abort") -> None:
+        """See `EngineBackend.abort`."""
+        self._served.abort(request, reason)
+
+    def stats(self) -> BackendStats:
+        """See `EngineBackend.stats`. Read while the engine may be in the middle of a step."""
+        scheduler = self._served.engine.scheduler
+        free, cached = scheduler.allocator.num_free_blocks, scheduler.allocator.num_cached_blocks
+        return BackendStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_used_blocks=self._facts.limits.num_blocks - free,
+            num_cached_blocks=cached,
+            num_free_blocks=max(0, free - cached),
+            num_wasted_slots=max(0, scheduler.num_wasted_slots),
+            counts=self._observer.counts,
+        )
