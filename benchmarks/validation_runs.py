@@ -43,13 +43,14 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.85, math.inf])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, help="measured before; else it is measured first")
+    parser.add_argument("--profile-repeats", type=int, default=12)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
     llm = LLM(options.model, policy=options.policy)
     settle_heap()
     options.out.mkdir(parents=True, exist_ok=True)
-    profile = Profile.load(options.profile) if options.profile else measured(llm, options.model)
+    profile = Profile.load(options.profile) if options.profile else measured(llm, options)
     profile.save(options.out / "profile.json")
     source = options.trace
     trace = (
@@ -91,10 +92,11 @@ def rate_of(load: float) -> dict[str, float]:
     return {"rate": math.inf} if math.isinf(load) else {"load": load}
 
 
-def measured(llm: LLM, name: str) -> Profile:
-    """The standard grid, five times."""
+def measured(llm: LLM, options: argparse.Namespace) -> Profile:
+    """The standard grid, over as long a time as a few live runs: a shared machine has fast and slow minutes."""
     with Console(stderr=True).status("profiling"):
-        return profile_engine(llm.engine, name, GRIDS["standard"])
+        repeats = options.profile_repeats
+        return profile_engine(llm.engine, options.model, GRIDS["standard"], num_repeats=repeats)
 
 
 def report(load: float, traffic: Traffic, found) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HELP = """Serve a slice of traffic under three policies, live and simulated, and show both side by side.
 
 Fetches SmolLM2-135M once (93 MB), measures this device briefly, then replays an Azure-shaped trace under
-serial, static and mixed (continuous) batching. About three minutes on two CPU cores. Nothing else should run.
+serial, static and mixed (continuous) batching. About two minutes on two CPU cores. Nothing else should run.
 
 \b
 Examples:
@@ -43,7 +43,8 @@ NUM_REQUESTS, NUM_TINY_REQUESTS = 40, 12
 LOAD = 0.8
 RUN_S, TINY_RUN_S = 15.0, 1.0
 MAX_NUM_SEQS, MAX_BATCHED = 16, 256
-REPEATS = 3
+REPEATS = 6
+NUM_BLOCKS = 320  # little more than the traffic needs, so that occupancy can be seen
 OUT = Path("runs")
 HEADINGS = (
     "output\ntokens/s",
@@ -114,7 +115,11 @@ def _engine(tiny: bool, model: str | None, is_quiet: bool) -> tuple[Engine, str,
         limits = Limits(MAX_BATCHED, MAX_NUM_SEQS, MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN)
         return Engine(*tiny_model(), policy(REFERENCE), limits), NAME, [f"model: {NAME}, float32, cpu"]
     options = EngineOptions(
-        model or MODEL, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_BATCHED, max_model_len=2048
+        model or MODEL,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_BATCHED,
+            max_model_len=2048,
+            num_blocks=NUM_BLOCKS,
     )
     tell([f"loading {options.model}"], is_quiet)
     with as_bad_input():

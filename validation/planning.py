@@ -130,15 +130,20 @@ def plan_traffic(
     traffic = planned(largest)
     if _duration_s(traffic) <= run_s:
         return traffic
-    low, high = largest / 1000, largest
+    low, high, fitting = largest / 1000, largest, None
     for _ in range(FIT_STEPS):
         middle = math.sqrt(low * high)
         tried = planned(usable_scale(trace, middle, limits.block_size))
         if _duration_s(tried) <= run_s:
-            low, traffic = middle, tried
+            low, fitting = middle, tried
         else:
-            high = middle
-    return traffic
+            high, traffic = middle, tried
+    if fitting is None:
+        raise ValueError(
+            f"{len(trace)} requests take {_duration_s(traffic):,.0f} s even with lengths x "
+            f"{traffic.length_scale:.2g}, and {run_s:,.0f} s were aimed at: take fewer requests, or give a length scale"
+        )
+    return fitting
 
 
 def usable_scale(trace: Trace, scale: float, block_size: int) -> float:

@@ -45,7 +45,7 @@ def distributions(live: Sequence[RunRecord], simulated: RunRecord) -> Figure:
 def timelines(live: RunRecord, simulated: RunRecord, num_bins: int = NUM_BINS) -> Figure:
     """Requests running and waiting over time: the live run above, the simulated one below, same axes."""
     records = {LIVE: live, SIMULATED: simulated}
-    with figure_of(records, 4, 1, 7.2, sharex=True) as (figure, axes, looks):
+    with figure_of(records, 4, 1, 7.2, legend=False, sharex=True) as (figure, axes, looks):
         for row, (label, record) in enumerate(records.items()):
             upper, lower = axes[2 * row, 0], axes[2 * row + 1, 0]
             draw_over_time(
@@ -115,6 +115,8 @@ def _per_request(record: RunRecord) -> dict[str, np.ndarray]:
 
 
 def _dots(panel: Axes, across: np.ndarray, up: np.ndarray, color: object) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     known = ~np.isnan(across) & ~np.isnan(up) & (across > 0) & (up > 0)
     panel.set(xlabel="live", xscale="log", yscale="log", aspect="equal")
     if not known.any():
@@ -124,3 +126,7 @@ def _dots(panel: Axes, across: np.ndarray, up: np.ndarray, color: object) -> Non
     panel.plot([low, high], [low, high], color="#868d94", linewidth=1, zorder=1)
     panel.scatter(across[known], up[known], s=14, color=color, alpha=0.6, linewidths=0, zorder=2)
     panel.set(xlim=(low, high), ylim=(low, high))
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())

@@ -25,7 +25,14 @@ def make_app(backend: EngineBackend, tokenizer: Any, settings: ServerSettings) -
 
     ``tokenizer``: a Hugging Face fast tokenizer, the model's. ValueError says what is wrong with it.
     """
-    app = FastAPI(title="PagedServe", version=pagedserve.__version__, docs_url=None, redoc_url=None)
+    # No pages that load scripts from elsewhere, no redirects to a host that a request names.
+    app = FastAPI(
+        title="PagedServe",
+        version=pagedserve.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.front = front = FrontEnd(backend, PromptCodec(tokenizer), settings)
     app.state.registry = registry_of(front)
     errors.install(app)

@@ -110,7 +110,7 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Index of prompt and delta, until all sequences have ended.
 
-        When the server goes down, open sequences end with the reason "abort". Raises `ApiError`: 400 and 503
+        When the server goes down, sequences that have begun end with the reason "abort". Raises `ApiError`: 400 and 503
         before the first delta, 504 when time ran out, 500 for what failed; `ReaderGone` if nobody listens.
         """
         open_sequences: set[tuple[int, int]] = {
@@ -118,12 +118,13 @@ class Generation:
             for prompt in range(len(self._encoders))
             for sample in range(self._wanted.num_samples)
         }
+        has_begun = False
         while open_sequences:
             item = await self._queue.get()
             if isinstance(item, Exception):
                 raise self._as_api_error(item)
             if isinstance(item, EndState):
-                if item.reason != "abort" or not self.prompts:
+                if item.reason != "abort" or not has_begun:
                     raise self._early_end(item.reason)
                 for prompt, sample in sorted(open_sequences):
                     yield prompt, Delta(-1, sample, (), "", "abort")
@@ -133,6 +134,7 @@ class Generation:
                 raise ApiError(500, f"the output failed: {delta.error}", code="output_failed")
             if delta.finish_reason is not None:
                 open_sequences.discard((prompt, delta.index))
+            has_begun = True
             yield item
 
     def _early_end(self, reason: str) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
@@ -167,6 +167,3 @@ class DetokenizeRequest(_Request):
 
     model: str | None = None
     tokens: list[int]
-
-
-Finish = Literal["stop", "length", "abort"]

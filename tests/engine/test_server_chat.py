@@ -124,7 +124,7 @@ def test_logprobs_have_the_tokens_bytes() -> None:
     told = whole["choices"][0]["logprobs"]["content"]
     assert len(told) == 4
     for position in told:
-        assert [token["logprob"] for token in position["top_logprobs"]][0] == position["logprob"]
+        assert position["top_logprobs"][0]["logprob"] == position["logprob"]
         assert len(position["top_logprobs"]) == 2
         assert bytes(position["bytes"]).decode(errors="replace") == position["token"]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
