@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 
 import pagedserve
-from pagedserve.cli import demo, generate, profile, replay, report, simulate, validate
+from pagedserve.cli import demo, generate, profile, replay, report, serve, simulate, validate
 from pagedserve.cli.errors import EXIT_INTERRUPTED, OneLineGroup
 from pagedserve.cli.option_groups import grouped
 from pagedserve.cli.traces import traces
@@ -19,6 +19,7 @@ HELP = """Serve LLM requests with a scheduling policy, on a device or on a clock
 Examples:
   pagedserve demo
   pagedserve generate --model smollm2-135m "The capital of France is"
+  pagedserve serve --model smollm2-135m
   pagedserve simulate --trace sample:azure_shaped_500 --rate 40 --policy mixed --policy prefill_first
   pagedserve traces info conv.csv
   pagedserve report runs --plots pictures
@@ -50,6 +51,7 @@ def _options(
 app.command("demo", help=demo.HELP)(grouped(demo.demo))
 app.command("generate", help=generate.HELP)(grouped(generate.generate))
 app.command("profile", help=profile.HELP)(grouped(profile.profile))
+app.command("serve", help=serve.HELP)(grouped(serve.serve))
 app.command("simulate", help=simulate.HELP)(grouped(simulate.simulate))
 app.command("replay", help=replay.HELP)(grouped(replay.replay))
 app.command("validate", help=validate.HELP)(grouped(validate.validate))

@@ -30,16 +30,16 @@ It listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-
 Keys, if there are any, are asked for everywhere but /health; they come from a file or from the variable
 {KEYS_VARIABLE} (several with commas between), never from the command line, where others could read them.
 
-\\b
+\b
 Examples:
   pagedserve serve --model smollm2-135m
   pagedserve serve --model smollm2-135m --policy mixed --port 9000 --record runs
-\\b
+\b
   # For other machines, with a key
   pagedserve serve --model smollm2-135m --host 0.0.0.0 --api-key-file keys.txt
-\\b
+\b
   # Then, as with any OpenAI server
-  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\\\
+  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
       -d '{{"prompt": "The capital of France is", "max_tokens": 8}}'
 """
 EXIT_FAILED = 1
