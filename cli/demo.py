@@ -116,10 +116,10 @@ def _engine(tiny: bool, model: str | None, is_quiet: bool) -> tuple[Engine, str,
         return Engine(*tiny_model(), policy(REFERENCE), limits), NAME, [f"model: {NAME}, float32, cpu"]
     options = EngineOptions(
         model or MODEL,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_BATCHED,
-            max_model_len=2048,
-            num_blocks=NUM_BLOCKS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_BATCHED,
+        max_model_len=2048,
+        num_blocks=NUM_BLOCKS,
     )
     tell([f"loading {options.model}"], is_quiet)
     with as_bad_input():

@@ -33,13 +33,14 @@ Keys, if there are any, are asked for everywhere but /health; they come from a f
 \b
 Examples:
   pagedserve serve --model smollm2-135m
-  pagedserve serve --model smollm2-135m --policy mixed --port 9000 --record runs
+  pagedserve serve --model smollm2-135m --policy mixed --record runs
 \b
   # For other machines, with a key
   pagedserve serve --model smollm2-135m --host 0.0.0.0 --api-key-file keys.txt
 \b
   # Then, as with any OpenAI server
-  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
+  curl http://127.0.0.1:8000/v1/completions \\
+      -H "Content-Type: application/json" \\
       -d '{{"prompt": "The capital of France is", "max_tokens": 8}}'
 """
 EXIT_FAILED = 1

@@ -141,7 +141,7 @@ def plan_traffic(
     if fitting is None:
         raise ValueError(
             f"{len(trace)} requests take {_duration_s(traffic):,.0f} s even with lengths x "
-            f"{traffic.length_scale:.2g}, and {run_s:,.0f} s were aimed at: take fewer requests, or give a length scale"
+            f"{traffic.length_scale:.2g}, and {run_s:,.0f} s were aimed at: take fewer requests or give a scale"
         )
     return fitting
 

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 import pagedserve
 from pagedserve.engine.server.backend import BackendStats
@@ -175,5 +176,6 @@ class _ServerCollector(Collector):
 
     def _histogram(self, name: str, text: str, histogram: HistogramState) -> Metric:
         family = HistogramMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), histogram.cumulative(), histogram.total)
+        buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
+        family.add_metric(list(self._labels.values()), buckets, histogram.total)
         return family

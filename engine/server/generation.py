@@ -110,8 +110,8 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Index of prompt and delta, until all sequences have ended.
 
-        When the server goes down, sequences that have begun end with the reason "abort". Raises `ApiError`: 400 and 503
-        before the first delta, 504 when time ran out, 500 for what failed; `ReaderGone` if nobody listens.
+        When the server goes down, sequences that have begun end with the reason "abort". Raises `ApiError`: 400 and
+        503 before the first delta, 504 when time ran out, 500 for what failed; `ReaderGone` if nobody listens.
         """
         open_sequences: set[tuple[int, int]] = {
             (prompt, sample)
@@ -134,6 +134,8 @@ class Generation:
                 raise ApiError(500, f"the output failed: {delta.error}", code="output_failed")
             if delta.finish_reason is not None:
                 open_sequences.discard((prompt, delta.index))
+            elif not delta.token_ids and not delta.text:
+                continue  # a token that could not be chosen; the end comes with the next
             has_begun = True
             yield item
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -53,7 +54,6 @@ class HistogramState:
         """Values observed."""
         return sum(self.counts)
 
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Prometheus' form: for every bound, and ``+Inf``, the number of values up to it."""
-        names = [*(f"{bound:g}" if bound < 1e6 else str(bound) for bound in self.bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
+    def cumulative(self) -> list[tuple[float, int]]:
+        """For every bound, and infinity, the number of values up to it."""
+        return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))

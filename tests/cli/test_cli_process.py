@@ -42,6 +42,10 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         ["traces", "convert", "--help"],
         ["generate", "--help"],
         ["profile", "--help"],
+        ["serve", "--help"],
+        ["validate", "--help"],
+        ["replay", "--help"],
+        ["demo", "--help"],
     ],
 )
 def test_help_is_quick_because_it_imports_nothing_heavy(args: list[str]) -> None:
@@ -55,7 +59,19 @@ def test_heavy_imports_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["simulate"], ["report"], ["traces", "info"], ["traces", "convert"], ["generate"], ["profile"]]
+    "args",
+    [
+        ["simulate"],
+        ["report"],
+        ["traces", "info"],
+        ["traces", "convert"],
+        ["generate"],
+        ["profile"],
+        ["serve"],
+        ["validate"],
+        ["replay"],
+        ["demo"],
+    ],
 )
 def test_help_has_examples_that_fit_a_narrow_terminal(args: list[str], run: Run) -> None:
     ran = run(*args, "--help")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from engine_models import engine_of, hf_config, tiny_model, tokenizer
+from engine_models import assert_nothing_held, engine_of, hf_config, tokenizer
 from fastapi import FastAPI
 
 from pagedserve.engine.async_engine import AsyncEngine
@@ -58,7 +58,8 @@ class Gate:
 
     def steps(self, count: int) -> None:
         """Let ``count`` steps through."""
-        self._permits.release(count)
+        for _ in range(count):
+            self._permits.release()
 
     def open(self) -> None:
         """Let everything run."""
@@ -104,6 +105,18 @@ class Running:
         """Wait until ``what()`` holds."""
         while not what():
             await asyncio.sleep(0.002)
+
+    async def at_rest(self) -> None:
+        """Wait until no request is open and the engine sleeps, and see that nothing is left of any (CASES A5)."""
+        await self.until(lambda: not self.front.open)
+        while True:
+            with self.served._stepping:  # between two steps, what a step is about to do is nowhere else
+                if not self.engine.has_work:
+                    assert_nothing_held(self.engine)
+                    break
+            await asyncio.sleep(0.002)
+        front = self.front
+        assert (front.admission.num_reqs, front.admission.num_tokens, front.counts.num_open) == (0, 0, 0)
 
     def talk(self, path: str, body: dict[str, Any]) -> "Talk":
         """A request whose connection the test holds in its hands."""
@@ -209,16 +222,3 @@ def save_tiny(folder: Path) -> Path:
     save_file(dict(random_weights(ModelConfig.from_hf(config), 7).items()), folder / "model.safetensors")
     hf_tokenizer().save_pretrained(str(folder))
     return folder
-
-
-__all__ = [
-    "MODEL",
-    "Running",
-    "Talk",
-    "chunks_of",
-    "hf_tokenizer",
-    "running",
-    "save_tiny",
-    "texts_of",
-    "tiny_model",
-]

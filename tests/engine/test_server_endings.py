@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_models import assert_nothing_held, small_limits
-from engine_serving import quiet, run
+from engine_models import small_limits
+from engine_serving import run
 from server_apps import Running, chunks_of, running
 
 from pagedserve.engine import runner
@@ -19,15 +19,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "The moon is", "max_tokens": 60, "ignore_eos": True}
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
-
-
-async def _is_quiet(served: Running) -> None:
-    """CASES A5: nothing is left of any request, here or in the engine."""
-    await quiet(served.engine)
-    assert_nothing_held(served.engine)
-    front = served.front
-    await served.until(lambda: not front.open)
-    assert (front.admission.num_reqs, front.admission.num_tokens, front.counts.num_open) == (0, 0, 0)
 
 
 @STREAMS
@@ -48,7 +39,7 @@ def test_leaving_stops_the_work_in_every_state(stream: bool, depth: int, steps: 
         assert "[DONE]" not in talk.text
         assert talk.status in ((200, None) if stream else (None,))
         served.gate.open()
-        await _is_quiet(served)
+        await served.at_rest()
         assert served.front.counts.ended == {"abort": 1}
         assert served.front.backend.stats().counts.num_generated_tokens < 30, "it ran on"
 
@@ -63,13 +54,13 @@ def test_leaving_while_the_prompt_is_tokenised() -> None:
             time.sleep(0.1)
             return [1]
 
-        served.front.codec.encode = slowly
-        talk = served.talk(COMPLETIONS, LONG)
-        await served.until(lambda: served.front.open)
-        talk.leave()
-        await talk.task
+        with mock.patch.object(served.front.codec, "encode", slowly):
+            talk = served.talk(COMPLETIONS, LONG)
+            await served.until(lambda: served.front.open)
+            talk.leave()
+            await talk.task
         assert talk.sent == []
-        await _is_quiet(served)
+        await served.at_rest()
         assert served.front.counts.num_accepted == 0
 
     with running() as served:
@@ -93,7 +84,7 @@ def test_a_queued_request_that_leaves_does_not_touch_the_running_one() -> None:
         await runs.task
         assert len(chunks_of(runs.text)) == 61
         assert waits.sent == []
-        await _is_quiet(served)
+        await served.at_rest()
 
     with running(limits=small_limits(max_num_seqs=1)) as served:
         run(main(served))
@@ -113,7 +104,7 @@ def test_a_reader_that_stops_reading_is_dropped_and_its_work_stops() -> None:
         assert "[DONE]" not in talk.text
         assert not any(message.get("more_body") is False for message in talk.sent), "it looks complete"
         served.gate.open()
-        await _is_quiet(served)
+        await served.at_rest()
         assert (await served.complete(**LONG))["usage"]["completion_tokens"] == 60
         watcher.cancel()
 
@@ -144,7 +135,7 @@ def test_a_draining_server_refuses_what_is_new_and_finishes_what_runs(stream: bo
         assert talk.status == 200
         if stream:
             assert len(chunks_of(talk.text)) == 61
-        await _is_quiet(served)
+        await served.at_rest()
 
     with running(depth=depth) as served:
         run(main(served))
@@ -170,7 +161,7 @@ def test_at_the_deadline_streams_get_a_final_chunk_and_whole_answers_an_error(pa
         assert whole.status == 503
         assert '"code": "aborted"' in whole.text
         served.gate.open()
-        await _is_quiet(served)
+        await served.at_rest()
 
     with running() as served:
         run(main(served))
@@ -194,7 +185,7 @@ def test_a_request_that_fails_takes_nobody_down() -> None:
             assert answer.status_code == 500
             assert answer.json()["error"]["code"] == "output_failed"
         assert (await good).json()["usage"]["completion_tokens"] == 60
-        await _is_quiet(served)
+        await served.at_rest()
         assert served.front.counts.ended["error"] >= 2
         assert served.front.counts.ended.total() == 4
         assert (await served.ask(COMPLETIONS, LONG)).status_code == 200

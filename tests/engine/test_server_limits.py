@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import assert_nothing_held
-from engine_serving import quiet, run
+from engine_serving import run
 from server_apps import Running, chunks_of, running
 
 from pagedserve.engine.server.settings import ApiKeys, ServerSettings
@@ -117,8 +116,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         assert chunks
         assert last["error"]["code"] == "timeout"
         served.gate.open()
-        await quiet(served.engine)
-        assert_nothing_held(served.engine)
+        await served.at_rest()
         assert served.front.counts.ended == {"timeout": 2}
         assert "timeout" in (await served.served.record()).requests.column("finish_reason").to_pylist()
 

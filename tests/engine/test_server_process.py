@@ -22,21 +22,14 @@ from server_apps import chunks_of, save_tiny
 from pagedserve.metrics.record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-# What joins the command to the command line, with a hook for faults; nothing else is changed.
+# The command, after something is done to the engine.
 PROGRAM = """
-import sys
 import torch
-from typer import Typer
-from pagedserve.cli import serve
-from pagedserve.cli.errors import OneLineGroup
-from pagedserve.cli.option_groups import grouped
+from pagedserve.cli.main import main
 
 torch.set_num_threads(1)
-app = Typer(cls=OneLineGroup, pretty_exceptions_enable=False)
-app.command("serve")(grouped(serve.serve))
-app.command("other")(lambda: None)
 {before}
-app(prog_name="pagedserve")
+main()
 """
 FAULT = """
 from pagedserve.engine.loop import EngineLoop

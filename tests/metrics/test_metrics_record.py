@@ -78,7 +78,11 @@ def filled(table: pa.Table, column: str, values: list[object]) -> pa.Table:
 
 
 REFUSALS = {
-    "unknown version": (header_with("format_version", 3), "header.json", ["format_version", "(1, 2)", "found 3"]),
+    "unknown version": (
+        header_with("format_version", 3),
+        "header.json",
+        ["format_version", "(1, 2)", "found 3"],
+    ),
     "version as text": (header_with("format_version", "1"), "header.json", ["expected one of", "found '1'"]),
     "wrong header type": (header_with("limits", [1]), "header.json", ["key limits", "dict", "[1]"]),
     "a number for a bool": (header_with("seed", True), "header.json", ["key seed", "int", "True"]),
