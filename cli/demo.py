@@ -17,6 +17,7 @@ from pagedserve.cli.output_options import PANEL, ResultOptions, draw, refuse_unl
 from pagedserve.cli.replay_options import planned_line
 from pagedserve.cli.screen import Screen
 from pagedserve.cli.validate import ProgressBars, measured, percent
+from pagedserve.cli.values import whole
 from pagedserve.policy import policy
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def demo(
             rich_help_panel=PANEL,
         ),
     ] = None,
-    seed: Annotated[int, Option(metavar="N", help="Draws the prompts' tokens.")] = 0,
+    seed: Annotated[int, Option(parser=whole(0), metavar="N", help="Draws the prompts' tokens.")] = 0,
 ) -> None:
     """The command; see ``HELP``."""
     if tiny and model is not None:
@@ -141,7 +142,8 @@ def _validated(
     trace = first(sample(SAMPLE), NUM_TINY_REQUESTS if tiny else NUM_REQUESTS)
     setting = Setting(policies[REFERENCE], engine.limits)
     run_s = TINY_RUN_S if tiny else RUN_S
-    traffic = shared_traffic(trace, policies, REFERENCE, setting, profile, load=LOAD, run_s=run_s)
+    with as_bad_input():
+        traffic = shared_traffic(trace, policies, REFERENCE, setting, profile, load=LOAD, run_s=run_s)
     screen.lines([planned_line(traffic)])
     with ProgressBars(screen) as progress:
         return dict(

@@ -94,8 +94,9 @@ class UrlOptions:
         for group in groups:
             for field in fields(group):
                 if field.name != "model" and getattr(group, field.name) != field.default:
+                    name = "set" if field.name == "settings" else field.name.replace("_", "-")
                     refuse(
-                        f"--{field.name.replace('_', '-')} is about an engine in this process, and with --url "
+                        f"--{name} is about an engine in this process, and with --url "
                         "the server decides; leave it out"
                     )
 
@@ -134,7 +135,12 @@ def replay(
     ] = None,
     prompt_seed: Annotated[
         int,
-        Option(parser=whole(0), metavar="N", help="Draws the prompts' tokens.", rich_help_panel=TRACE_PANEL),
+        Option(
+            parser=whole(0),
+            metavar="N",
+            help="Draws the prompts' tokens; give another to repeat against a server that caches prefixes.",
+            rich_help_panel=TRACE_PANEL,
+        ),
     ] = 0,
 ) -> None:
     """The command; see ``HELP``."""
@@ -190,8 +196,8 @@ def _here(
 
     label, spec = policy_options.chosen()
     with as_bad_input():
-        tell([f"loading {engine_options.model}"])
-        llm = engine_options.start(spec, policy_options.overlap_depth)
+        tell([f"loading {engine_options.model}"], screen.is_quiet)
+        llm = engine_options.start(spec, policy_options.overlap_depth, is_quiet=screen.is_quiet)
     try:
         screen.lines([*llm.decisions, f"policy {label}: {described(spec)}"])
         limits = llm.engine.limits
@@ -216,7 +222,7 @@ def _elsewhere(trace: Trace, options: UrlOptions, model: str, seed: int, screen:
     prompts = TracePrompts(trace, options.vocab_size or DEFAULT_VOCAB, seed)
     try:
         with screen.progress("replaying") as progress:
-            return replay_url(
+            record = replay_url(
                 trace,
                 options.url,
                 prompts=prompts,
@@ -226,6 +232,8 @@ def _elsewhere(trace: Trace, options: UrlOptions, model: str, seed: int, screen:
                 extensions=not options.no_extensions,
                 progress=progress,
             )
+            record.header["trace"]["prompt_seed"] = seed
+            return record
     except ServerError as error:
         refuse(str(error))
 

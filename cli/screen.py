@@ -25,6 +25,7 @@ class Screen:
     """Standard output for people; silent where it belongs to JSON."""
 
     def __init__(self, is_quiet: bool = False) -> None:
+        self.is_quiet = is_quiet
         self._console = Console(quiet=is_quiet, highlight=False, markup=False, emoji=False)
         if not self._console.is_terminal:
             # A file or a pipe has no edge to wrap at.

@@ -119,6 +119,7 @@ def validate(
     results: ResultOptions,
 ) -> None:
     """The command; see ``HELP``."""
+    from pagedserve.engine.profile_grid import GRIDS
     from pagedserve.simulator.measured import MeasuredCost
     from pagedserve.validation.planning import Setting
     from pagedserve.validation.profiles import check_profile
@@ -139,6 +140,8 @@ def validate(
     try:
         screen.lines([*llm.decisions, f"policy {label}: {described(spec)}", *trace.report.lines()])
         if profile is None:
+            with as_bad_input():
+                GRIDS[measuring.grid or "standard"].fitting(llm.engine.limits)
             profile = measured(llm.engine, engine_options.model, measuring.grid or "standard", screen)
         with as_bad_input():
             check_profile(profile, llm.engine)
@@ -230,11 +233,15 @@ def percent(value: float, *, signed: bool = False) -> str:
 def save(found: Validation, profile: Profile, folder: Path, overwrite: bool) -> Iterable[str]:
     """Write everything into ``folder``; yields a line for each thing written."""
     import json
+    import shutil
 
     from pagedserve.validation import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     found.simulated.save(folder / "simulated", overwrite=overwrite)
+    for old in folder.glob("live_*"):
+        if (old / "header.json").is_file():
+            shutil.rmtree(old)  # of more repeats, perhaps, of another run
     for number, record in enumerate(found.live, 1):
         record.save(folder / f"live_{number}", overwrite=overwrite)
     profile.save(folder / "profile.json")

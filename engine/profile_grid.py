@@ -61,7 +61,7 @@ class Grid:
     decode_contexts: tuple[int, ...] = (16, 256, 1024, 2048)
     mixed_chunks: tuple[int, ...] = (16, 64, 256)
     split_chunks: tuple[int, ...] = (2, 4, 8)
-    host_rows: tuple[int, ...] = (1, 8, 32)
+    host_rows: tuple[int, ...] = (1, 8, 32, 64)
 
     @property
     def middle_context(self) -> int:

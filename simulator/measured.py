@@ -11,8 +11,9 @@ A profile holds single chunks, decode groups, and a few combinations. Any step i
          - H, if nothing is sampled          the head's weights, from the profile's unsampled chunks
 
 so that each measured step gets its own measured time back (skewed and split ones up to the quality of one
-coefficient). Between measurements it is linear, beyond them it goes on straight and is counted in
-``num_extrapolated``. No number is fitted to a run of the engine.
+coefficient). Between measurements it is linear. Beyond the longest of them it goes on straight (M stays as it is at
+its edge) and is counted in ``num_extrapolated``; cells of the grid that did not fit the limits when it was measured
+are filled in from their neighbours, and not counted. No number is fitted to a run of the engine.
 """
 
 from __future__ import annotations
@@ -74,19 +75,23 @@ class MeasuredCost:
         self._skew_ns = self._extra_chunk_ns = self._head_ns = 0.0
         self._mixed: Sheet | None = None
         # What the parts so far do not explain, part by part.
-        self._skew_ns = _slope(
-            [
-                (
-                    shape.decode_context_max - shape.decode_context_sum / shape.num_decodes,
-                    ns - self._step(shape),
-                )
-                for shape, ns in times["decode"]
-            ]
+        # Never below 0: noise must not make longer contexts or further chunks free.
+        self._skew_ns = max(
+            0.0,
+            _slope(
+                [
+                    (
+                        shape.decode_context_max - shape.decode_context_sum / shape.num_decodes,
+                        ns - self._step(shape),
+                    )
+                    for shape, ns in times["decode"]
+                ]
+            ),
         )
         heads = [self._step(shape) - ns for shape, ns in times.get("unsampled", ())]
-        self._head_ns = median(heads) if heads else 0.0
+        self._head_ns = max(0.0, median(heads)) if heads else 0.0
         extra = [(ns - self._step(shape)) / (len(shape.chunks) - 1) for shape, ns in times.get("split", ())]
-        self._extra_chunk_ns = median(extra) if extra else 0.0
+        self._extra_chunk_ns = max(0.0, median(extra)) if extra else 0.0
         self._mixed = _mixed_sheet(
             {
                 (shape.chunks[0][0], shape.num_decodes): ns - self._step(shape)
@@ -103,6 +108,7 @@ class MeasuredCost:
             or shape.num_decodes > self._decodes.rows.last
             or shape.decode_context_max > self._longest
             or context > self._chunks.columns.last
+            or len(shape.chunks) + shape.num_decodes > self._host.axis.last
         )
         return max(1, round(self._step(shape)))
 
@@ -150,6 +156,7 @@ class MeasuredCost:
                 | (batch.num_decodes > self._decodes.rows.last)
                 | (batch.decode_context_max > self._longest)
                 | (np.diff(too_deep[batch.chunk_offsets]) > 0)
+                | (batch.num_chunks + batch.num_decodes > self._host.axis.last)
             )
         )
 

@@ -13,9 +13,10 @@ from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import IllegalPlan
 from pagedserve.traces.trace import Trace
 from pagedserve.validation.planning import check_runnable
+from pagedserve.validation.prompts import TracePrompts
 
 START_DELAY_NS = 50_000_000
-"""From the call to the trace's time 0: the sender thread is up by then."""
+"""From when all prompts are made to the trace's time 0."""
 LOOK_UP_S = 0.5
 
 
@@ -50,11 +51,14 @@ def replay(
                 with interrupts.step():
                     engine.step()
                 if progress is not None:
-                    progress(sender.num_sent - engine.num_live, len(trace))
+                    progress(max(0, sender.num_sent - engine.num_live), len(trace))
             sender.raise_error()
     finally:
         sender.stop()
-    return engine.record({"name": trace.name, "sha256": trace.sha256(), "num_requests": len(trace)})
+    told = {"name": trace.name, "sha256": trace.sha256(), "num_requests": len(trace)}
+    if isinstance(prompts, TracePrompts):
+        told["prompt_seed"] = prompts.seed
+    return engine.record(told)
 
 
 class _SenderState:
@@ -99,6 +103,7 @@ class _SenderState:
         """Sleep until a request is sent, or until the time that the policy named."""
         engine = self._engine
         with self._condition:
+            self.raise_error()
             if self.is_done and engine.has_work and not engine.is_ready and engine.seconds_to_wake is None:
                 raise IllegalPlan(
                     f"the policy schedules nothing while {engine.num_live} requests wait, nothing runs and no "
@@ -109,8 +114,8 @@ class _SenderState:
                 # A signal that another thread was given is heeded when this one looks up.
                 self._condition.wait(LOOK_UP_S if wake_s is None else min(wake_s, LOOK_UP_S))
                 return
-        if engine.seconds_to_wake:
-            time.sleep(engine.seconds_to_wake)
+        if wake_s := engine.seconds_to_wake:
+            time.sleep(min(wake_s, LOOK_UP_S))
 
     def _run(self) -> None:
         try:
@@ -124,6 +129,9 @@ class _SenderState:
     def _send(self) -> None:
         trace, engine = self._trace, self._engine
         prompts = [self._prompts[index] for index in range(len(trace))]
+        for index, (prompt, wanted) in enumerate(zip(prompts, trace.num_prompt_tokens.tolist(), strict=True)):
+            if len(prompt) != wanted:
+                raise ValueError(f"prompts[{index}] has {len(prompt)} tokens; the trace says {wanted}")
         arrivals, lengths = trace.arrival_ns.tolist(), trace.num_output_tokens.tolist()
         start_ns = engine.loop.clock() + START_DELAY_NS
         for index, (prompt, arrival_ns, length) in enumerate(zip(prompts, arrivals, lengths, strict=True)):

@@ -69,7 +69,7 @@ class Traffic:
 
 
 def capacity_rps(trace: Trace, setting: Setting, cost: CostModel) -> float:
-    """Requests/s of a simulation in which all requests wait from the start: a ceiling for any arrivals."""
+    """Requests/s of a simulation in which all requests wait from the start: about the most that any get."""
     record = setting.simulated(at_once(trace), cost)
     duration_s = summarize(record).duration_s
     return len(trace) / duration_s
@@ -82,11 +82,7 @@ def at_once(trace: Trace) -> Trace:
 
 def at_rate(trace: Trace, rate: float) -> Trace:
     """The trace's own arrival pattern, at a mean of ``rate`` requests/s; ``math.inf``: all at once."""
-    if math.isinf(rate):
-        return at_once(trace)
-    if len(trace) < 2 or trace.arrival_ns[-1] == trace.arrival_ns[0]:
-        return at_once(trace)
-    return with_rate(trace, rate)
+    return at_once(trace) if math.isinf(rate) else with_rate(trace, rate)
 
 
 def plan_traffic(
@@ -114,15 +110,23 @@ def plan_traffic(
     if not len(trace):
         raise ValueError("the trace is empty: there is nothing to replay")
 
+    has_span = trace.describe().rate_per_s is not None
+
     def planned(scale: float) -> Traffic:
         scaled = trace if scale == 1.0 else scale_lengths(trace, scale)
         check_runnable(scaled, setting.limits, setting.max_tokens)
         capacity = capacity_rps(scaled, setting, cost)
-        wanted = load * capacity if rate is None else rate
+        # Requests of one instant have no rate to scale; asked for one, `with_rate` says so.
+        wanted = rate if rate is not None else load * capacity if has_span else math.inf
         return Traffic(at_rate(scaled, wanted), scale, capacity, wanted, wanted / capacity)
 
     if not fit:
         return planned(length_scale or 1.0)
+    if rate is not None and len(trace) / rate > run_s:
+        raise ValueError(
+            f"{len(trace)} requests at {rate:g}/s take {len(trace) / rate:,.0f} s, and {run_s:g} s were aimed at: "
+            "take fewer requests, raise the rate, or give a length scale"
+        )
     limits = setting.limits
     total = int((trace.num_prompt_tokens + trace.num_output_tokens).max())
     room = min(limits.max_model_len, limits.num_slots)
@@ -149,7 +153,7 @@ def plan_traffic(
 def usable_scale(trace: Trace, scale: float, block_size: int) -> float:
     """The largest length scale up to ``scale`` that the trace's blocks allow; three digits where all are.
 
-    Block ids stand for whole blocks, and the engine's blocks must divide them or be divided by them.
+    Block ids stand for whole blocks of a token at least, and the engine's must divide them or be divided by them.
     """
     if trace.blocks is None:
         return scale if scale == 1.0 else max(math.floor(scale * 1000) / 1000, scale / 2)

@@ -24,7 +24,7 @@ class TracePrompts(Sequence[list[int]]):
             raise ValueError(f"vocab_size is {vocab_size}; it must be at least 1")
         self._trace = trace
         self._vocab_size = vocab_size
-        self._seed = seed
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self._trace)
@@ -44,7 +44,7 @@ class TracePrompts(Sequence[list[int]]):
         else:
             owner = np.repeat(blocks.of(index), blocks.block_size)[:count].astype(np.uint64)
             place = np.arange(count, dtype=np.uint64) % np.uint64(blocks.block_size)
-        mixed = _scrambled(_scrambled(np.uint64(self._seed % 2**64) ^ _scrambled(owner)) ^ place)
+        mixed = _scrambled(_scrambled(np.uint64(self.seed % 2**64) ^ _scrambled(owner)) ^ place)
         return (mixed % np.uint64(self._vocab_size)).astype(np.int64).tolist()
 
 

@@ -59,13 +59,16 @@ class LiveBench:
     def warm_up(self) -> None:
         """Run a few steps, so that the first ones measured find memory and kernels ready."""
         engine = self.engine(Setting(policy("mixed", watermark=0.0), self.limits))
-        length = max(1, min(WARM_UP_PROMPT, self.limits.max_model_len - WARM_UP_OUTPUT))
+        room = min(self.limits.max_model_len, self.limits.num_slots)
+        length = max(1, min(WARM_UP_PROMPT, room - WARM_UP_OUTPUT))
         prompt = [index % self.vocabulary.size for index in range(length)]
         params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_OUTPUT, ignore_eos=True)
-        engine.submit(prompt, params)
-        while engine.has_work:
-            engine.step()
-        engine.close()
+        try:
+            engine.submit(prompt, params)
+            while engine.has_work:
+                engine.step()
+        finally:
+            engine.close()
 
     def replay(
         self, trace: Trace, setting: Setting, *, seed: int = 0, progress: Progress | None = None
@@ -81,7 +84,10 @@ class LiveBench:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What `validate` found. ``table``: one row a metric; live values are medians over the repeats."""
+    """What `validate` found. ``table``: one row a metric; live values are medians over the repeats.
+
+    Units are those of `Summary`: seconds, tokens per second, and shares from 0 to 1; errors are in percent.
+    """
 
     settings: dict[str, Any]
     table: pd.DataFrame

@@ -141,6 +141,25 @@ def test_what_can_never_run_is_refused_before_anything_is_sent():
             bench.engine(replace(setting, limits=replace(LIMITS, num_blocks=7)))
 
 
+def test_a_pool_of_three_blocks_is_warmed_up_within_it():
+    small = replace(LIMITS, num_blocks=3)
+    with idle_engine(small) as idle:
+        bench = LiveBench(idle)
+        bench.warm_up()
+        record = bench.replay(Trace.of("one", [0], [6], [3]), Setting(policy("mixed"), small))
+    assert record.requests.column("num_output_tokens").to_pylist() == [3]
+
+
+def test_prompts_of_another_length_are_refused():
+    from pagedserve.validation.live import replay
+
+    with (
+        idle_engine() as engine,
+        pytest.raises(ValueError, match=r"prompts\[1\] has 3 tokens; the trace says 12"),
+    ):
+        replay(engine, TRACE[:2], [[1] * 5, [1] * 3])
+
+
 class NeverSchedules:
     """Leaves everything waiting, and names no time."""
 

@@ -81,3 +81,17 @@ def test_contradictions_are_refused(options: dict, message: str):
 def test_an_empty_trace_is_refused():
     with pytest.raises(ValueError, match="the trace is empty"):
         plan_traffic(TRACE[:0], SETTING, COST)
+
+
+def test_requests_of_one_instant_have_no_rate_to_scale():
+    alone = TRACE[:1]
+    traffic = plan_traffic(alone, SETTING, COST, load=0.5, length_scale=0.1)
+    assert traffic.as_dict()["rate_requests_per_s"] is None
+    assert traffic.as_dict()["load"] is None
+    with pytest.raises(ValueError, match="two different arrival times"):
+        plan_traffic(alone, SETTING, COST, rate=2.0, length_scale=0.1)
+
+
+def test_a_rate_too_slow_for_the_time_aimed_at_is_told_before_the_search():
+    with pytest.raises(ValueError, match=r"60 requests at 0.1/s take 600 s, and 60 s were aimed at"):
+        plan_traffic(TRACE, SETTING, COST, rate=0.1, fit=True)
