@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,9 +69,14 @@ class AsyncEngine:
         self._thread.join()
         self.engine.close()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine's thread; None while it runs or if it was closed."""
+        return self._error
+
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas of all ``params.n`` completions as they come; each ends with one that has a finish reason.
 
         ``options`` are those of `Engine.submit`. Leaving the iteration early, or being cancelled, aborts what

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from pagedserve.metrics.recorder import Recorder
-from pagedserve.policy import Finished, Outcome, Request, RequestRefused, Scheduler, StepPlan
+from pagedserve.policy import Finished, Outcome, Request, RequestRefused, RequestState, Scheduler, StepPlan
 
 
 class Runner(Protocol):
@@ -24,10 +23,23 @@ class Runner(Protocol):
         ...
 
 
+class LoopObserver(Protocol):
+    """What the loop tells of its verbs, each right after it, with the same ``now_ns``; a `Recorder` is one."""
+
+    def added(self, state: RequestState, due_ns: int, now_ns: int) -> None: ...
+    def refused(self, request: Request, due_ns: int, now_ns: int, error: str) -> None: ...
+    def aborted(self, request: int, now_ns: int, reason: str = "abort") -> None: ...
+    def scheduled(self, plan: StepPlan, now_ns: int) -> None: ...
+    def launched(self, now_ns: int) -> None: ...
+    def committed(
+        self, step: int, outcomes: Sequence[Outcome], finished: list[Finished], now_ns: int
+    ) -> None: ...
+
+
 class NoRecorder:
     """Takes a `Recorder`'s calls and keeps nothing."""
 
-    def _ignore(self, *_: Any) -> None:
+    def _ignore(self, *_: Any, **__: Any) -> None:
         """Keep nothing."""
 
     added = refused = aborted = scheduled = launched = committed = _ignore
@@ -45,13 +57,13 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        recorder: Recorder | NoRecorder,
+        recorder: LoopObserver,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.scheduler = scheduler
         self.unhook()
         self._runner = runner
-        self._recorder = recorder
+        self.recorder = recorder
         self.clock = clock
         self._last_ns = -1
         # Adds and aborts share a queue, so that an abort right behind an add finds its request.
@@ -115,7 +127,7 @@ class EngineLoop:
             return False
         if plan is not None:
             self._runner.launch(plan)
-            self._recorder.launched(self.now_ns())
+            self.recorder.launched(self.now_ns())
             self._in_flight.append(plan)
             if self.scheduler.overlap_depth == 0:
                 self._commit()
@@ -132,22 +144,22 @@ class EngineLoop:
     def _add(self, request: Request, due_ns: int) -> None:
         now_ns = self.now_ns()
         try:
-            self._recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
+            self.recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
         except RequestRefused as error:
-            self._recorder.refused(request, due_ns, now_ns, str(error))
+            self.recorder.refused(request, due_ns, now_ns, str(error))
             self.on_refused(request, error)
 
     def _abort(self, request: int, reason: str) -> None:
         now_ns = self.now_ns()
         alive = self.scheduler.abort(request, now_ns)
-        self._recorder.aborted(request, now_ns, reason)
+        self.recorder.aborted(request, now_ns, reason)
         if alive:
             self.on_abort(request, reason)
 
     def _schedule(self) -> StepPlan | None:
         now_ns = self.now_ns()
         plan = self.scheduler.schedule(now_ns)
-        self._recorder.scheduled(plan, now_ns)
+        self.recorder.scheduled(plan, now_ns)
         self.wake_ns = plan.wake_ns
         return plan if plan else None
 
@@ -157,5 +169,5 @@ class EngineLoop:
         now_ns = self.now_ns()
         assert plan.step is not None
         finished = self.scheduler.commit(plan.step, outcomes, now_ns)
-        self._recorder.committed(plan.step, outcomes, finished, now_ns)
+        self.recorder.committed(plan.step, outcomes, finished, now_ns)
         self.on_commit(finished)

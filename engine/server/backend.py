@@ -96,8 +96,8 @@ class ThreadBackend:
             raise RuntimeError("the engine has begun to work; make its backend before anything is handed in")
         self._served = served
         loop = engine.loop
-        self._observer = EngineObserver(engine.scheduler, loop._recorder)
-        loop._recorder = self._observer  # pyright: ignore[reportAttributeAccessIssue] - the same calls
+        self._observer = EngineObserver(engine.scheduler, loop.recorder)
+        loop.recorder = self._observer
         caches = engine.scheduler.policy.enable_prefix_caching
         self._facts = BackendFacts(engine.limits, engine.vocabulary.size, policy, caches)
         self._fault: EngineDead | None = None
@@ -110,7 +110,7 @@ class ThreadBackend:
     @property
     def fault(self) -> BaseException | None:
         """See `EngineBackend.fault`."""
-        return self._served._error or self._fault
+        return self._served.error or self._fault
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, options: SubmitOptions
@@ -130,7 +130,7 @@ class ThreadBackend:
             self._fault = dead
             raise
         finally:
-            await deltas.aclose()  # pyright: ignore[reportAttributeAccessIssue] - it is a generator
+            await deltas.aclose()
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """See `EngineBackend.abort`."""

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pagedserve.engine.loop import NoRecorder
+from pagedserve.engine.loop import LoopObserver
 from pagedserve.engine.server.histograms import ITERATION_TOKENS, ITL_S, PHASE_S, PREEMPTIONS, HistogramState
-from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import Finished, Outcome, Request, RequestState, Scheduler, StepPlan
 
 
@@ -63,7 +62,7 @@ class EngineObserver:
     counts once it has ended with a token. ITL is of every token but a sequence's first.
     """
 
-    def __init__(self, scheduler: Scheduler, recorder: Recorder | NoRecorder) -> None:
+    def __init__(self, scheduler: Scheduler, recorder: LoopObserver) -> None:
         self.counts = EngineCountsState()
         self._scheduler = scheduler
         self._inner = recorder

@@ -1,7 +1,7 @@
 """An `AsyncEngine` around a tiny model for tests, and what they share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -44,8 +44,8 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, 60))
 
 
-async def leave_by_closing(stream: AsyncIterator[Delta]) -> None:
-    async with aclosing(stream) as deltas:  # pyright: ignore
+async def leave_by_closing(stream: AsyncGenerator[Delta, None]) -> None:
+    async with aclosing(stream) as deltas:
         async for delta in deltas:
             if delta.token_ids:
                 break

@@ -153,7 +153,7 @@ def test_threads_may_submit_and_abort_while_it_runs() -> None:
 
     async def client(served: AsyncEngine, number: int) -> None:
         text = prompts(24, 63)[number]
-        async with aclosing(served.stream(text, greedy(12))) as deltas:  # pyright: ignore
+        async with aclosing(served.stream(text, greedy(12))) as deltas:
             tokens: list[int] = []
             async for delta in deltas:
                 tokens += delta.token_ids
