@@ -71,7 +71,7 @@ def prompts_as_json(
 
 
 def _completion(completion: Completion, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    logprobs = completion.logprobs
+    logprobs, of_prompt = completion.logprobs, completion.prompt_logprobs
     return {
         "index": completion.index,
         "text": completion.text,
@@ -79,7 +79,11 @@ def _completion(completion: Completion, decode: Callable[[list[int]], str]) -> d
         "finish_reason": completion.finish_reason,
         "stop": completion.stop,
         "error": completion.error,
+        "num_cached_tokens": completion.num_cached_tokens,
         "logprobs": None if logprobs is None else [_position(position, decode) for position in logprobs],
+        "prompt_logprobs": None
+        if of_prompt is None
+        else [position and _position(position, decode) for position in of_prompt],
     }
 
 

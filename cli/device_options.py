@@ -126,13 +126,16 @@ class DeviceOptions:
         Option(parser=TIME_US, metavar="US", help="More for every decode.", rich_help_panel=CONSTANT_PANEL),
     ] = None
 
-    def decide(self, block_size: int) -> Setup:
-        """The cost model and the pool. ValueError says which number or name is wrong."""
+    def decide(self, block_size: int, of: ModelGeometry | None = None) -> Setup:
+        """The cost model and the pool. ``of``: a geometry that is known already, instead of --model's.
+
+        ValueError says which number or name is wrong.
+        """
         if self.num_blocks is not None and self.gpu_memory_utilization is not None:
             refuse("--num-blocks and --gpu-memory-utilization both size the KV pool; give one of them")
         if self.profile is not None or self.cost == "measured":
             return self._measured(block_size)
-        return self._constant(block_size) if self.cost == "constant" else self._roofline(block_size)
+        return self._constant(block_size) if self.cost == "constant" else self._roofline(block_size, of)
 
     def _measured(self, block_size: int) -> Setup:
         from pagedserve.metrics.profile import Profile
@@ -180,11 +183,11 @@ class DeviceOptions:
         cost = ConstantCost(step, per_prefill, per_decode, host)
         return Setup(cost, self.num_blocks, (says, self._given_pool(block_size)), {"from": "num_blocks"})
 
-    def _roofline(self, block_size: int) -> Setup:
+    def _roofline(self, block_size: int, of: ModelGeometry | None) -> Setup:
         from pagedserve.simulator.roofline import CPU_PARAMETERS, GPU_PARAMETERS, RooflineCost
 
         self._refuse_given("these are the times of --cost constant, but the cost is roofline", TIMES)
-        on, model = device(self.device or DEFAULT_DEVICE), geometry(self.model or DEFAULT_MODEL)
+        on, model = device(self.device or DEFAULT_DEVICE), of or geometry(self.model or DEFAULT_MODEL)
         parameters = CPU_PARAMETERS if on.kind == "cpu" else GPU_PARAMETERS
         gaps = {"host_step_ns": self.host_gap_us, "host_row_ns": self.host_gap_per_seq_us}
         for name, microseconds in gaps.items():

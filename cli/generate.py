@@ -16,6 +16,7 @@ from typer import Argument, Exit, Option
 from pagedserve.cli.completions import PrinterState, prompts_as_json, statistics
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
+from pagedserve.cli.form_options import FormOptions
 from pagedserve.cli.output_options import PANEL, ResultOptions
 from pagedserve.cli.policy_options import described
 from pagedserve.cli.sampling_options import SamplingOptions
@@ -44,6 +45,10 @@ Examples:
   pagedserve generate --model smollm2-135m --policy static --out runs \\
       "Once upon a time" "The moon is" "My favourite number is"
   pagedserve report runs
+\b
+  # An answer that is one of two words
+  pagedserve generate --model smollm2-135m --chat --guided-choice yes --guided-choice no \\
+      "Is the sky blue?"
 \b
   # A prompt from a file, results to a program
   pagedserve generate --model smollm2-135m --prompt-file question.txt \\
@@ -128,6 +133,7 @@ def generate(
     engine_options: EngineOptions,
     prompt_options: PromptOptions,
     sampling: SamplingOptions,
+    form_options: FormOptions,
     policy_options: EnginePolicyOptions,
     recording: RecordOptions,
     results: ResultOptions,
@@ -138,7 +144,7 @@ def generate(
 
     results.check(writes_more=recording.out is not None)
     with as_bad_input():
-        params = sampling.params(has_json=results.json is not None)
+        params = sampling.params(form_options.form(), has_json=results.json is not None)
         engine_options.check()
         label, spec = policy_options.chosen()
         folders = SavingOptions(recording.out).folders([label], results.overwrite)

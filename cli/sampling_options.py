@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import BadParameter, Option
 
@@ -12,6 +12,7 @@ from pagedserve.cli.errors import refuse
 
 if TYPE_CHECKING:
     from pagedserve.engine.params import SamplingParams
+    from pagedserve.engine.structured_outputs import StructuredOutputs
 
 PANEL = "Sampling"
 
@@ -26,6 +27,20 @@ def _as(kind: Callable[[Any], Any], words: str) -> Callable[[Any], Any]:
             raise BadParameter(f"{text!r} is not {words}") from None
 
     return parse
+
+
+class TokenBias(NamedTuple):
+    """What is added to a token's logit."""
+
+    token_id: int
+    bias: float
+
+
+def _bias(text: Any) -> TokenBias:
+    token, colon, value = str(text).partition(":")
+    if not colon:
+        raise BadParameter(f"{text!r} is not a token id, a colon and a number, such as 17:-2.5")
+    return TokenBias(WHOLE(token), NUMBER(value))
 
 
 NUMBER, WHOLE = _as(float, "a number"), _as(int, "a whole number")
@@ -63,6 +78,42 @@ class SamplingOptions:
             rich_help_panel=PANEL,
         ),
     ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            parser=NUMBER,
+            metavar="R",
+            help="Above 1: tokens of prompt and output become less likely.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Option(
+            parser=NUMBER,
+            metavar="P",
+            help="Taken off the logit of a token that is in the output.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option(
+            parser=NUMBER,
+            metavar="F",
+            help="Taken off for each time that it is in the output.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        list[TokenBias] | None,
+        Option(
+            parser=_bias,
+            metavar="ID:B",
+            help="Added to a token's logit, -100 to 100; may be given several times.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         Option(parser=WHOLE, metavar="N", help="The same seed, the same output.", rich_help_panel=PANEL),
@@ -111,12 +162,25 @@ class SamplingOptions:
         ),
     ] = None
 
-    def params(self, has_json: bool = True) -> SamplingParams:
+    prompt_logprobs: Annotated[
+        int | None,
+        Option(
+            parser=WHOLE,
+            metavar="K",
+            help="The same for the prompt's tokens.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+
+    def params(self, form: StructuredOutputs | None = None, has_json: bool = True) -> SamplingParams:
         """As the engine takes them. ValueError names the option, its value and its bounds."""
         from pagedserve.engine.params import SamplingParams
 
-        if self.logprobs is not None and not has_json:
-            refuse("--logprobs: they are written as JSON only; give --json FILE, or - for standard output")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None and not has_json:
+                option = "--" + name.replace("_", "-")
+                refuse(f"{option}: they are written as JSON only; give --json FILE, or - for standard output")
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         given.update(stop=self.stop or (), stop_token_ids=self.stop_token_ids or ())
-        return SamplingParams(**given)
+        given["logit_bias"] = dict(self.logit_bias or ())
+        return SamplingParams(**given, structured_outputs=form)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
@@ -15,6 +15,7 @@ from pagedserve.cli.errors import as_bad_input, refuse
 from pagedserve.cli.policy_options import described
 from pagedserve.cli.run_options import LIMITS_PANEL
 from pagedserve.cli.simulate import SavingOptions
+from pagedserve.cli.simulated_options import SimulatedOptions
 from pagedserve.cli.values import real, whole
 from pagedserve.engine.server.settings import KEYS_VARIABLE, ApiKeys, ServerSettings
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from socket import socket
 
     from pagedserve.engine.llm import LLM
+    from pagedserve.policy import Policy
+    from pagedserve.validation.wall_time_llm import WallTimeLLM
 
 HELP = f"""Serve a model to OpenAI clients, with vLLM's extensions and metrics.
 
@@ -34,6 +37,10 @@ Keys, if there are any, are asked for everywhere but /health; they come from a f
 Examples:
   pagedserve serve --model smollm2-135m
   pagedserve serve --model smollm2-135m --policy mixed --record runs
+\b
+  # No weights and no device: filler tokens at the times of a profile, or of a GPU that is not there
+  pagedserve serve --model smollm2-135m --engine simulated --profile smollm2.json
+  pagedserve serve --model smollm2-135m --engine simulated --cost roofline --simulated-device h100
 \b
   # For other machines, with a key
   pagedserve serve --model smollm2-135m --host 0.0.0.0 --api-key-file keys.txt
@@ -71,6 +78,15 @@ class ServerOptions:
     api_key_file: Annotated[
         Path | None,
         Option(metavar="FILE", help="Keys, one a line.", rich_help_panel=SERVER_PANEL),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ORIGIN",
+            help="Whose pages may use the server from a browser, as http://localhost:3000; * for all; may be given "
+            "several times; without it none may.",
+            rich_help_panel=SERVER_PANEL,
+        ),
     ] = None
     max_num_queued_reqs: Annotated[
         int,
@@ -117,6 +133,15 @@ class ServerOptions:
             rich_help_panel=SERVER_PANEL,
         ),
     ] = DEFAULT.send_timeout_s
+    receive_timeout: Annotated[
+        float,
+        Option(
+            parser=SECONDS,
+            metavar="S",
+            help="A request, or what was opened for one, that is not there after S seconds is dropped.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = DEFAULT.receive_timeout_s
     shutdown_timeout: Annotated[
         float,
         Option(
@@ -136,6 +161,8 @@ class ServerOptions:
             max_num_queued_tokens=self.max_num_queued_tokens,
             request_timeout_s=self.request_timeout,
             send_timeout_s=self.send_timeout,
+            receive_timeout_s=self.receive_timeout,
+            allowed_origins=tuple(self.allowed_origins or ()),
             shutdown_timeout_s=self.shutdown_timeout,
             max_body_bytes=self.max_body_bytes,
         )
@@ -178,6 +205,7 @@ class ServeSaving:
 
 def serve(
     engine_options: EngineOptions,
+    simulated: SimulatedOptions,
     policy_options: EnginePolicyOptions,
     server_options: ServerOptions,
     saving: ServeSaving,
@@ -185,14 +213,22 @@ def serve(
     """The command; see ``HELP``."""
     with as_bad_input():
         engine_options.check()
+        simulated.check(engine_options)
         label, spec = policy_options.chosen()
         folder = saving.folder(label)
         settings = server_options.settings(engine_options.model)
         sock = server_options.bound()
         tell([f"loading {engine_options.model}"])
-        llm = _started(engine_options, policy_options, spec, folder is not None)
+        depth, record = policy_options.overlap_depth, folder is not None
+        wall_time = None
+        if simulated.is_simulated:
+            llm = wall_time = simulated.start(engine_options, spec, depth, record=record)
+        else:
+            llm = _started(engine_options, depth, spec, record)
     tell([*llm.decisions, f"policy {label}: {described(spec)}"])
     ended_well = _serve(llm, label, settings, sock)
+    if wall_time is not None:
+        tell([wall_time.punctuality])
     if folder is not None:
         with as_bad_input():
             llm.record({"name": "served traffic"}).save(folder, overwrite=saving.overwrite)
@@ -201,21 +237,21 @@ def serve(
         raise Exit(EXIT_FAILED)
 
 
-def _started(engine: EngineOptions, policy_options: EnginePolicyOptions, spec: Any, record: bool) -> LLM:
+def _started(engine: EngineOptions, overlap_depth: int, spec: Policy, record: bool) -> LLM:
     """As `EngineOptions.start`, and without a record unless one is wanted: it grows for as long as it is kept."""
     from pagedserve.engine.heap import settle_heap
     from pagedserve.engine.llm import LLM, PoolTooLarge
 
     given = {field.name: getattr(engine, field.name) for field in fields(engine)}
     try:
-        llm = LLM(**given, policy=spec, overlap_depth=policy_options.overlap_depth, record=record)
+        llm = LLM(**given, policy=spec, overlap_depth=overlap_depth, record=record)
     except PoolTooLarge as error:
         refuse(f"--num-blocks{str(error).removeprefix('num_blocks')}")
     settle_heap()
     return llm
 
 
-def _serve(llm: LLM, label: str, settings: ServerSettings, sock: socket) -> bool:
+def _serve(llm: LLM | WallTimeLLM, label: str, settings: ServerSettings, sock: socket) -> bool:
     """Until the server ends; False if its engine failed."""
     from pagedserve.engine.async_engine import AsyncEngine
     from pagedserve.engine.server.app import make_app

@@ -108,7 +108,11 @@ class SyntheticOptions:
         if self.lengths_from is None:
             if self.input_len is None or self.output_len is None:
                 refuse("a synthetic trace needs --input-len and --output-len, or --lengths-from TRACE")
-            return _dist("--input-len", self.input_len), _dist("--output-len", self.output_len), None
+            return (
+                parsed_lengths("--input-len", self.input_len),
+                parsed_lengths("--output-len", self.output_len),
+                None,
+            )
         if self.input_len is not None or self.output_len is not None:
             refuse("--lengths-from gives both lengths; leave out --input-len and --output-len")
         from pagedserve.traces.lengths import TraceLengths
@@ -120,7 +124,7 @@ class SyntheticOptions:
         return None, None, TraceLengths(read_trace(Path(self.lengths_from)))
 
 
-def _dist(option: str, text: str) -> LengthDist:
+def parsed_lengths(option: str, text: str) -> LengthDist:
     """A length distribution as ``LENGTHS`` writes it."""
     from pagedserve.traces.lengths import Fixed, LogNormal, Uniform
 

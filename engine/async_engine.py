@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pagedserve.engine.engine import Engine, EngineDead
 from pagedserve.engine.outputs import Delta
@@ -16,6 +16,7 @@ from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
 
 logger = logging.getLogger(__name__)
+Seen = TypeVar("Seen")
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +25,18 @@ class _StreamState:
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Delta | EngineDead] = field(default_factory=asyncio.Queue)
+    leave_reason: Callable[[], str] = lambda: "abort"
     open_requests: set[int] = field(default_factory=set)
     left: bool = False
 
-    def send(self, item: Delta | EngineDead) -> None:
-        """From any thread; a caller whose event loop is gone hears nothing."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+Items = list[tuple[_StreamState, Delta | EngineDead]]
+
+
+def _deliver(items: Items) -> None:
+    """In the event loop of all these streams."""
+    for stream, item in items:
+        stream.queue.put_nowait(item)
 
 
 class AsyncEngine:
@@ -49,6 +55,9 @@ class AsyncEngine:
         self._closing = False
         self._error: BaseException | None = None
         self._streams: set[_StreamState] = set()
+        # What the step in hand has for the streams. It goes over in one call: each call wakes the event loop,
+        # which may then hold the interpreter's lock while the step has work left.
+        self._outbox: Items = []
         # A step and a record exclude each other; who wants the record takes its turn before the next step.
         self._stepping, self._turn = threading.Lock(), threading.Lock()
         self._has_warned = False
@@ -66,6 +75,7 @@ class AsyncEngine:
         with self._woken:
             self._closing = True
             self._woken.notify()
+        self.engine.hurry()
         self._thread.join()
         self.engine.close()
 
@@ -75,14 +85,20 @@ class AsyncEngine:
         return self._error
 
     async def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        leave_reason: Callable[[], str] = lambda: "abort",
+        **options: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of all ``params.n`` completions as they come; each ends with one that has a finish reason.
 
         ``options`` are those of `Engine.submit`. Leaving the iteration early, or being cancelled, aborts what
-        has not ended. Raises `EngineDead` when the engine stops by an error, or had stopped before.
+        has not ended, with the reason that ``leave_reason`` gives then. Raises `EngineDead` when the engine
+        stops by an error, or had stopped before.
         """
-        stream = _StreamState(asyncio.get_running_loop())
+        stream = _StreamState(asyncio.get_running_loop(), leave_reason=leave_reason)
         try:
             await asyncio.to_thread(self._submit, stream, prompt, params, options)
             while stream.open_requests:
@@ -103,17 +119,33 @@ class AsyncEngine:
 
     async def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
         """The run so far, taken between two steps by a worker thread; see `Engine.record`. No step runs meanwhile."""
-        return await asyncio.to_thread(self._record, trace)
+        return await asyncio.to_thread(self.between_steps, lambda engine: engine.record(trace))
 
-    def _record(self, trace: dict[str, Any] | None) -> RunRecord:
+    def between_steps(self, look: Callable[[Engine], Seen]) -> Seen:
+        """What ``look`` sees; it must change nothing, and be quick: no step begins meanwhile.
+
+        Blocks until the step that runs is over: call it in a worker thread.
+        """
         with self._turn, self._stepping:
-            return self.engine.record(trace)
+            return look(self.engine)
 
     def _step(self) -> None:
         with self._turn:
             pass
         with self._stepping:
-            self.engine.step()
+            try:
+                self.engine.step()
+            finally:
+                self._send_out()
+
+    def _send_out(self) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, Items] = {}
+        for item in self._outbox:
+            by_loop.setdefault(item[0].loop, []).append(item)
+        self._outbox.clear()
+        for loop, items in by_loop.items():
+            with suppress(RuntimeError):  # a caller whose event loop is gone hears nothing
+                loop.call_soon_threadsafe(_deliver, items)
 
     def _submit(
         self,
@@ -123,7 +155,9 @@ class AsyncEngine:
         options: dict[str, Any],
     ) -> None:
         self._check_alive()
-        states = self.engine.submit(prompt, params, stream.send, **options)
+        states = self.engine.submit(
+            prompt, params, lambda delta: self._outbox.append((stream, delta)), **options
+        )
         with self._woken:
             stream.open_requests = {state.sequence.request.id for state in states}
             self._streams.add(stream)
@@ -140,8 +174,9 @@ class AsyncEngine:
     def _leave(self, stream: _StreamState) -> None:
         """The caller has what it wanted, or gave up, perhaps while its prompt was still being taken in."""
         stream.left = True
+        reason = stream.leave_reason()
         for request in stream.open_requests:
-            self.engine.abort(request)
+            self.engine.abort(request, reason)
         with self._woken:
             self._streams.discard(stream)
             self._woken.notify()
@@ -161,7 +196,8 @@ class AsyncEngine:
             for stream in streams:
                 dead = EngineDead(f"the engine has stopped: {error}")
                 dead.__cause__ = error
-                stream.send(dead)
+                self._outbox.append((stream, dead))
+            self._send_out()
 
     def _wait_for_work(self) -> bool:
         """Sleep until a step would do something; False when it is time to close."""

@@ -69,6 +69,10 @@ class TokenPieces:
             )
         return cls(backend)
 
+    def encode(self, text: str) -> list[int]:
+        """A text's token ids, without special ones around them."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def piece(self, token_id: int) -> bytes:
         """The token's bytes; none for an id the tokenizer does not know, as when decoding all at once."""
         piece = self._pieces.get(token_id)

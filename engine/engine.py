@@ -7,24 +7,22 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any
-
-import torch
+from typing import Any, Generic
 
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.loop import EngineLoop, NoRecorder
-from pagedserve.engine.model.model import Model
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.outputs import CompletionState, Delta
 from pagedserve.engine.params import SamplingParams, check_token_ids
-from pagedserve.engine.runner import ModelRunner
+from pagedserve.engine.runners import AnyRunner, RunnerMaker
+from pagedserve.engine.sampling.grammar import GrammarCompiler
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.stops import TokenStops
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.metrics.header import run_header
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.recorder import Recorder
-from pagedserve.policy import Finished, Limits, Policy, Request, RequestRefused, Scheduler
+from pagedserve.policy import Finished, Limits, Policy, Request, RequestRefused, RequestState, Scheduler
 
 Listener = Callable[[Delta], None]
 
@@ -43,7 +41,7 @@ class EngineDead(RuntimeError):
     """The engine was closed, or its thread ended with an error; nothing runs any more."""
 
 
-class Engine:
+class Engine(Generic[AnyRunner]):
     """Requests in, deltas out; `step` does the work in whatever thread calls it.
 
     ``submit`` and ``abort`` may be called from any thread. Listeners are called in the thread of `step`. The
@@ -52,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: RunnerMaker[AnyRunner],
         vocabulary: Vocabulary,
         policy: Policy,
         limits: Limits,
@@ -62,7 +60,8 @@ class Engine:
         kv: KVCache | None = None,
         record: bool = True,
     ) -> None:
-        """``kv``: a cache of the limits' size, of an idle engine, to use instead of a new one.
+        """``model``: a `Model`, or what else makes a runner. ``kv``: a cache of the limits' size, of an idle
+        engine, to use instead of a new one.
 
         ``record`` keeps every step, call and plan for `record`, and so grows for as long as the engine runs;
         without it memory stays bounded, and `record` raises. ``seed`` is for requests that bring none; None has
@@ -78,16 +77,22 @@ class Engine:
         self.vocabulary = vocabulary
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
-        self.runner = ModelRunner(
-            model, limits, vocabulary.size, overlap_depth > 0, policy.enable_prefix_caching, kv
+        self.runner = model.make_runner(
+            limits,
+            vocabulary,
+            overlaps=overlap_depth > 0,
+            caches_prefixes=policy.enable_prefix_caching,
+            kv=kv,
         )
         self._recorder = Recorder(self.scheduler, keep_plans=True) if record else None
         self.loop = EngineLoop(self.scheduler, self.runner, self._recorder or NoRecorder())
+        self.loop.on_added = self._added
         self.loop.on_commit = self._committed
         self.loop.on_abort = self._end
         self.loop.on_refused = self._refused
         self.seed = random.SystemRandom().getrandbits(32) if seed is None else seed
         self._seeds = random.Random(self.seed)
+        self._grammars = GrammarCompiler(vocabulary.size, vocabulary.eos_token_ids, vocabulary.pieces)
         self._next_id = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -113,14 +118,19 @@ class Engine:
         ``prompt`` is text or token ids. ``priority`` to ``predicted_output_tokens`` are for the policy to go by;
         ``deadline_ns`` is on the engine's clock, ``time.monotonic_ns``. ``stop_after`` scripts a stop after so
         many output tokens (a replay's true length). Raises ValueError for ids outside the vocabulary, numbers
-        below 1 or a prompt that can never run, and `EngineDead` when it has stopped.
+        below 1, a form of output that cannot be had or a prompt that can never run, and `EngineDead` when it has
+        stopped.
         """
         self._check_alive()
         _refuse_below_one(stop_after=stop_after, predicted_output_tokens=predicted_output_tokens)
         arrival_ns = self.loop.clock()  # before the prompt is tokenised: that is time its caller waits
         params.validate_for_vocab(self.vocabulary.size)
+        self.runner.check(params)
         ids = self._token_ids(prompt)
+        grammar = self._grammars.compile(params.structured_outputs) if params.structured_outputs else None
         root, keys = self._prompt_keys(ids, cache_salt)
+        if params.prompt_logprobs is not None:
+            keys = None  # positions that are found in the cache have no hidden states
         with self._lock:
             first, self._next_id = self._next_id, self._next_id + params.n
             seed = self._seeds.randrange(-(1 << 63), 1 << 63) if params.seed is None else params.seed
@@ -140,9 +150,21 @@ class Engine:
         states: list[CompletionState] = []
         for sample_index in range(params.n):
             text = OutputTextState(params, self.vocabulary.pieces, prompt_ids=ids)
-            own = (seed, sample_index, root, list(keys or ()), stop_after)
             facts = replace(request, id=first + sample_index)
-            states.append(CompletionState(SequenceState(facts, params, list(ids), stops, text, *own)))
+            sequence = SequenceState(
+                facts,
+                params,
+                list(ids),
+                stops,
+                text,
+                seed,
+                sample_index,
+                key_root=root,
+                block_keys=list(keys or ()),
+                grammar=grammar.copy() if grammar else None,
+                stop_after=stop_after,
+            )
+            states.append(CompletionState(sequence))
         for state in states:
             self._hand_in(state, listener, due_ns)
         return states
@@ -216,6 +238,10 @@ class Engine:
         """Requests that have not ended."""
         return len(self._live)
 
+    def hurry(self) -> None:
+        """End what runs as early as can be; from any thread, before `close`."""
+        self.runner.hurry()
+
     def close(self) -> None:
         """Stop the device thread; the record can still be taken, nothing else be done.
 
@@ -238,23 +264,27 @@ class Engine:
         """
         if self._recorder is None:
             raise RuntimeError("the engine keeps no record: it was made with record=False; leave that out")
-        model = self.runner.model
-        device = {
-            "name": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": model.attention.name,
-            "num_threads": torch.get_num_threads(),
-        }
+        facts = self.runner.facts
         header = run_header(
-            "live", self.scheduler, trace=trace or {}, seed=self.seed, device=device, packages=("torch",)
+            facts.kind,
+            self.scheduler,
+            trace=trace or {},
+            seed=self.seed,
+            device=facts.device,
+            cost=facts.cost,
+            packages=facts.packages,
+            counters=facts.counters,
         )
         return self._recorder.record(header)
+
+    def _added(self, state: RequestState) -> None:
+        self._live[state.id][0].progress = state
 
     def _committed(self, finished: list[Finished]) -> None:
         for event in self.runner.events:
             live = self._live.get(event.request)
             if live is not None:
-                self._tell(live[1], live[0].take(event))
+                self._tell(live[1], live[0].take(event, self.loop.last_ns))
         for end in finished:
             self._end(end.request, end.reason)
 
@@ -263,13 +293,13 @@ class Engine:
         state.sequence.ended = True
         if state.sequence.seat is None:
             self.runner.forget(request)
-        self._tell(listener, state.finish(reason))
+        self._tell(listener, state.finish(reason, self.loop.last_ns))
 
     def _refused(self, request: Request, error: RequestRefused) -> None:
         state, listener = self._live.pop(request.id)
         self.runner.forget(request.id)
         state.error = str(error)
-        self._tell(listener, state.finish("error"))
+        self._tell(listener, state.finish("error", self.loop.last_ns))
 
     @staticmethod
     def _tell(listener: Listener | None, delta: Delta) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine, Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
+from pagedserve.engine.model.config import ModelConfig
+from pagedserve.engine.model.files import ModelFiles
 from pagedserve.engine.model.load import LoadedModel, load_model
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.placement import available_bytes
@@ -204,12 +206,17 @@ def _as_ids(item: Any, index: int) -> list[int]:
 
 
 def vocabulary_of(loaded: LoadedModel, tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a loaded model: the tokenizer's ids, and no padded rows of the model."""
-    size = min(loaded.model.config.vocab_size, len(tokenizer))
+    """The vocabulary of a loaded model."""
+    return make_vocabulary(loaded.model.config, loaded.files, tokenizer)
+
+
+def make_vocabulary(config: ModelConfig, files: ModelFiles, tokenizer: Any) -> Vocabulary:
+    """The tokenizer's ids, and no padded rows of the model."""
+    size = min(config.vocab_size, len(tokenizer))
     return Vocabulary(
         size=size,
         # A config may name ids that the tokenizer lacks; they are never sampled.
-        eos_token_ids=frozenset(i for i in eos_token_ids(loaded.files, tokenizer) if 0 <= i < size),
+        eos_token_ids=frozenset(i for i in eos_token_ids(files, tokenizer) if 0 <= i < size),
         pieces=TokenPieces.of(tokenizer),
         encode=lambda text: tokenizer.encode(text),
     )

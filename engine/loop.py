@@ -75,6 +75,7 @@ class EngineLoop:
     def unhook(self) -> None:
         """Forget the hooks, and so whoever set them: until then the two hold each other in memory."""
         # Called in the thread of `step`, in the order of events.
+        self.on_added: Callable[[RequestState], None] = lambda state: None
         self.on_commit: Callable[[list[Finished]], None] = lambda finished: None
         self.on_abort: Callable[[int, str], None] = lambda request, reason: None
         self.on_refused: Callable[[Request, RequestRefused], None] = lambda request, error: None
@@ -82,6 +83,11 @@ class EngineLoop:
     def now_ns(self) -> int:
         """The time of the next verb: later than any before."""
         self._last_ns = max(self.clock(), self._last_ns + 1)
+        return self._last_ns
+
+    @property
+    def last_ns(self) -> int:
+        """The time of the last verb: in a hook, of the one that it is about."""
         return self._last_ns
 
     def add(self, request: Request, due_ns: int | None = None) -> None:
@@ -144,10 +150,13 @@ class EngineLoop:
     def _add(self, request: Request, due_ns: int) -> None:
         now_ns = self.now_ns()
         try:
-            self.recorder.added(self.scheduler.add(request, now_ns), due_ns, now_ns)
+            state = self.scheduler.add(request, now_ns)
         except RequestRefused as error:
             self.recorder.refused(request, due_ns, now_ns, str(error))
             self.on_refused(request, error)
+        else:
+            self.recorder.added(state, due_ns, now_ns)
+            self.on_added(state)
 
     def _abort(self, request: int, reason: str) -> None:
         now_ns = self.now_ns()

@@ -3,16 +3,20 @@
 Names, defaults and meanings are vLLM's (https://docs.vllm.ai, `SamplingParams`) where it has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from pagedserve.engine.structured_outputs import StructuredOutputs
 
 # Below this temperature a row is greedy: vLLM's threshold. Nothing smaller reaches a division.
 GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 16_384
 MAX_TOKENS = 2**31 - 1
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
@@ -43,6 +47,11 @@ _LIMITS = {
     "top_p": _Limits(0.0, 1.0, "use 1 to switch it off", whole=False, low_excluded=True),
     "top_k": _Limits(-1, MAX_TOKENS, "use 0 or -1 to switch it off"),
     "min_p": _Limits(0.0, 1.0, "use 0 to switch it off", whole=False),
+    "repetition_penalty": _Limits(
+        0.0, MAX_TEMPERATURE, "use 1 to switch it off", whole=False, low_excluded=True
+    ),
+    "presence_penalty": _Limits(-MAX_PENALTY, MAX_PENALTY, "use 0 to switch it off", whole=False),
+    "frequency_penalty": _Limits(-MAX_PENALTY, MAX_PENALTY, "use 0 to switch it off", whole=False),
     "n": _Limits(1, MAX_SAMPLES, "ask for at least one sample"),
     "max_tokens": _Limits(1, MAX_TOKENS, "ask for at least one token"),
     "min_tokens": _Limits(0, MAX_TOKENS, "use 0 to switch it off"),
@@ -50,7 +59,9 @@ _LIMITS = {
 _OPTIONAL_LIMITS = {
     "seed": _Limits(*SEED_RANGE, "give a signed 64-bit seed, or None to have one drawn"),
     "logprobs": _Limits(0, MAX_TOKENS, "use None for no logprobs and 0 for the sampled token's alone"),
+    "prompt_logprobs": _Limits(0, MAX_TOKENS, "use None for no logprobs and 0 for the prompt tokens' alone"),
 }
+_BIAS = _Limits(-MAX_BIAS, MAX_BIAS, "-100 keeps a token out and 100 all others", whole=False)
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -66,8 +77,15 @@ class SamplingParams:
     min_tokens: generated tokens before any EOS, stop id or stop string may end the request.
     stop: strings that end the output, the earliest completed one; a single string is taken as one stop.
     stop_token_ids: ids that end the output, also under `ignore_eos`.
+    repetition_penalty: above 1 makes tokens of the prompt and the output less likely; 1 switches it off.
+    presence_penalty, frequency_penalty: taken off the logit of a token that is in the output, once and for each
+        time; `sampling.penalties` has the formulas. 0 switches them off.
+    logit_bias: by token id, what is added to its logit, -100 to 100; kept as pairs in the order of ids.
+    allowed_token_ids: no others are chosen; None for all.
+    structured_outputs: a form that the output must have; the output ends where its form does.
     logprobs: None, or report the sampled token's and the `logprobs` most likely tokens' of the model's own
-        distribution (before temperature, filters and suppression, as vLLM's `raw_logprobs`).
+        distribution (before temperature, filters and whatever else changes it, as vLLM's `raw_logprobs`).
+    prompt_logprobs: the same for the prompt's tokens but the first. Such a request does not use the prefix cache.
 
     Raises ValueError with the value, the limit and what to do.
     """
@@ -83,13 +101,23 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         for name, limits in _LIMITS.items():
             limits.check(name, getattr(self, name))
         for name, limits in _OPTIONAL_LIMITS.items():
@@ -99,6 +127,23 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_stops()
+        self._check_form()
+
+    def _check_form(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError(
+                    "allowed_token_ids is empty, so that no token can be chosen: name some, or use None"
+                )
+            _check_whole("allowed_token_ids", self.allowed_token_ids)
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputs):
+            raise ValueError(f"structured_outputs is {wanted!r}; give a StructuredOutputs, or None")
+        if wanted is not None and self.min_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens} beside structured_outputs, whose form says where an output ends: "
+                "leave one of them out"
+            )
 
     def _check_stops(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -113,22 +158,40 @@ class SamplingParams:
                 )
             if not text:
                 raise ValueError(f"stop[{index}] is empty; it would end every output at once: leave it out")
-        for index, token_id in enumerate(self.stop_token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise ValueError(f"stop_token_ids[{index}] is {token_id!r}; it must be a whole number")
+        _check_whole("stop_token_ids", self.stop_token_ids)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the largest logit and no noise is used; `top_k=1` is the same choice."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """Token ids, ascending, and what is added to their logits."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on what is in the sequence already."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Refuse what a model of `vocab_size` tokens cannot do; ValueError names the option and the id."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise ValueError(
-                f"logprobs is {self.logprobs}; the vocabulary has {vocab_size} tokens: ask for no more"
-            )
+        check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        for token_id, _ in self.bias_pairs:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"logit_bias has the id {token_id}; the model's ids are 0 to {vocab_size - 1}: correct it"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise ValueError(
+                    f"{name} is {count}; the vocabulary has {vocab_size} tokens: ask for no more"
+                )
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -138,3 +201,25 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
             raise ValueError(
                 f"{name}[{index}] is {token_id}; the model's ids are 0 to {vocab_size - 1}: correct it"
             )
+
+
+def _check_whole(name: str, token_ids: Sequence[Any]) -> None:
+    for index, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise ValueError(f"{name}[{index}] is {token_id!r}; it must be a whole number")
+
+
+def _bias_pairs(
+    bias: Mapping[Any, Any] | tuple[tuple[Any, Any], ...],
+) -> tuple[tuple[int, float], ...]:
+    """In the order of ids; a JSON object's keys, which are text, are taken as the numbers they show."""
+    pairs: dict[int, float] = {}
+    for key, value in dict(bias).items():
+        is_whole = isinstance(key, Integral) and not isinstance(key, bool)
+        if not is_whole and not (
+            isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        ):
+            raise ValueError(f"logit_bias has the key {key!r}; keys are token ids, whole numbers")
+        _BIAS.check(f"logit_bias[{int(key)}]", value)
+        pairs[int(key)] = float(value)
+    return tuple(sorted(pairs.items()))

@@ -11,28 +11,27 @@ import torch
 from pagedserve.engine.keys import PrefixKeys
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.model.model import Model
+from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.prompt_logprobs import PromptRows, prompt_rows
+from pagedserve.engine.runners import RunnerFacts
 from pagedserve.engine.sampling.logprobs import PositionLogprobs
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingRows
 from pagedserve.engine.sampling.sampler import SampledTokens, sample
 from pagedserve.engine.sequences import SequenceState, SequenceTable
+from pagedserve.engine.token_events import TokenEvent, filled_keys, outcomes_of, token_event
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.policy import Limits, Outcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A token of one request: the text it completes, and why the request stops with it, if it does.
+class StepResult:
+    """What a step computed. sampled: None if no row was to be sampled.
 
-    ``error`` is set instead of a token when no token could be chosen; only this request ends.
+    prompt_logprobs: by request, of the prompt tokens that follow those computed.
     """
 
-    request: int
-    token_id: int | None
-    text: str
-    stop_reason: str | None
-    stop: str | int | None = None
-    logprobs: PositionLogprobs | None = None
-    error: Exception | None = None
+    sampled: SampledTokens | None
+    prompt_logprobs: dict[int, list[PositionLogprobs]]
 
 
 @dataclass(slots=True)
@@ -41,8 +40,8 @@ class LaunchedState:
 
     plan: StepPlan
     sampled: tuple[int, ...]
-    run: Callable[[], SampledTokens | None]
-    future: Future[SampledTokens | None] | None = None
+    run: Callable[[], StepResult]
+    future: Future[StepResult] | None = None
 
 
 class ModelRunner:
@@ -84,6 +83,23 @@ class ModelRunner:
         """A request was refused or ended before any step; others go as plans name them departed."""
         self._newcomers.pop(request, None)
 
+    def check(self, params: SamplingParams) -> None:
+        """A model can do all that the parameters allow."""
+
+    @property
+    def facts(self) -> RunnerFacts:
+        """See `pagedserve.engine.runners.EngineRunner.facts`."""
+        device = {
+            "name": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.model.attention.name,
+            "num_threads": torch.get_num_threads(),
+        }
+        return RunnerFacts("live", device, packages=("torch",))
+
+    def hurry(self) -> None:
+        """A step that computes takes its time."""
+
     def close(self) -> None:
         """Stop the device thread; call when no step is in flight."""
         if self._thread is not None:
@@ -99,9 +115,10 @@ class ModelRunner:
                 request.id,
                 sequence.params,
                 seed=sequence.seed,
-                num_prompt_tokens=request.num_prompt_tokens,
+                prompt_ids=sequence.token_ids,
                 sample_index=sequence.sample_index,
                 suppressed_ids=sequence.stops.suppressed_ids,
+                grammar=sequence.grammar,
             )
         batch = self.table.batch(plan)
         lengths = [chunk.num_tokens for chunk in plan.chunks] + [1] * len(plan.decodes)
@@ -110,7 +127,8 @@ class ModelRunner:
         last_rows = torch.from_numpy((np.cumsum(lengths) - 1)[keep])
         sampled = (*(chunk.request for chunk in plan.chunks if chunk.samples), *plan.decodes)
         choice = self.rows.select(sampled, self._positions(sampled)) if sampled else None
-        step = LaunchedState(plan, sampled, lambda: self._compute(batch, last_rows, choice))
+        prompts = prompt_rows(plan, self.table.sequences)
+        step = LaunchedState(plan, sampled, lambda: self._compute(batch, last_rows, choice, prompts))
         if self._thread is not None:
             step.future = self._thread.submit(step.run)
         self._launched.append(step)
@@ -119,28 +137,31 @@ class ModelRunner:
         """Finish the oldest launched step; see `pagedserve.engine.loop.Runner.wait`."""
         step = self._launched.popleft()
         result = step.run() if step.future is None else step.future.result()
-        self.events = [] if result is None else self._take(step.sampled, result)
-        stops = {event.request: event.stop_reason for event in self.events if event.stop_reason is not None}
-        keys = self._filled_keys(step.plan)
-        failed = {event.request for event in self.events if event.error is not None}
-        sampled = set(step.sampled if keys else stops) - failed
-        return [
-            Outcome(request, int(request in sampled), stops.get(request), keys.get(request, ()))
-            for request in {**stops, **keys}
-        ]
+        for request, found in result.prompt_logprobs.items():
+            self.table.sequences[request].prompt_logprobs += found
+        self.events = [] if result.sampled is None else self._take(step.sampled, result.sampled)
+        keys = filled_keys(step.plan, self.table.sequences, self.keys)
+        return outcomes_of(step.sampled, self.events, keys)
 
     def _positions(self, sampled: tuple[int, ...]) -> list[int]:
         """For every row the index of the token to be chosen: the number of tokens before it."""
         return [len(self.table.sequences[request].token_ids) for request in sampled]
 
     def _compute(
-        self, batch: ForwardBatch, last_rows: torch.Tensor, choice: SamplingBatch | None
-    ) -> SampledTokens | None:
+        self,
+        batch: ForwardBatch,
+        last_rows: torch.Tensor,
+        choice: SamplingBatch | None,
+        prompts: Sequence[PromptRows],
+    ) -> StepResult:
         hidden = self.model.forward(batch, self.kv)
-        if choice is None:
-            return None
         with torch.inference_mode():
-            return sample(self.model.logits(hidden[last_rows.to(hidden.device)]), choice)
+            found = {
+                rows.request: rows.logprobs(self.model, hidden, self.rows.vocab_size) for rows in prompts
+            }
+            if choice is None:
+                return StepResult(None, found)
+            return StepResult(sample(self.model.logits(hidden[last_rows.to(hidden.device)]), choice), found)
 
     def _take(self, sampled: tuple[int, ...], result: SampledTokens) -> list[TokenEvent]:
         tokens, errors, logprobs = result.tokens.tolist(), result.errors(), result.logprobs()
@@ -156,28 +177,6 @@ class ModelRunner:
                 events.append(TokenEvent(request, None, "", "error", error=errors[request]))
                 continue
             self.table.append_token(sequence, token_id)
-            events.append(self._event(sequence, token_id, logprobs.get(request)))
+            self.rows.append(request, token_id)
+            events.append(token_event(sequence, token_id, logprobs.get(request)))
         return events
-
-    @staticmethod
-    def _event(sequence: SequenceState, token_id: int, logprobs: PositionLogprobs | None) -> TokenEvent:
-        count = sequence.num_output_tokens
-        by_id = sequence.stops.ends_at(token_id, count)
-        delta = sequence.text.push(token_id, is_stop_token=by_id)
-        scripted = sequence.stop_after is not None and count >= sequence.stop_after
-        stop = delta.stop if delta.stop is not None else token_id if by_id else None
-        ended = by_id or scripted or delta.stop is not None
-        sequence.ended = ended
-        return TokenEvent(
-            sequence.request.id, token_id, delta.text, "stop" if ended else None, stop, logprobs
-        )
-
-    def _filled_keys(self, plan: StepPlan) -> dict[int, tuple[bytes, ...]]:
-        """Keys of the blocks that the step filled and the scheduler has none for."""
-        keys: dict[int, tuple[bytes, ...]] = {}
-        for request, index in plan.filled:
-            sequence = self.table.sequences[request]
-            assert self.keys is not None
-            self.keys.extend(sequence.block_keys, sequence.key_root, sequence.token_ids, index + 1)
-            keys[request] = (*keys.get(request, ()), sequence.block_keys[index])
-        return keys

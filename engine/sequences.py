@@ -9,6 +9,8 @@ import torch
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.sampling.grammar import GrammarState
+from pagedserve.engine.sampling.logprobs import PositionLogprobs
 from pagedserve.engine.stops import TokenStops
 from pagedserve.policy import Request, StepPlan
 
@@ -27,6 +29,10 @@ class SequenceState:
     sample_index: int = 0
     key_root: bytes = b""
     block_keys: list[bytes] = field(default_factory=list)
+    grammar: GrammarState | None = None
+    """How far the output has come in the form that it must have."""
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    """Of the prompt's second token on, as far as they are known, if they are wanted."""
     stop_after: int | None = None
     """A scripted stop: the request ends with this output token, whatever it is."""
     ended: bool = False

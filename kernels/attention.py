@@ -4,6 +4,8 @@ Per query token t of sequence s at position p, for query head h with KV head h /
 
     out[t, h] = softmax(scale * q[t, h] . K[s, 0..p]) V[s, 0..p]
 
+(with cap * tanh(score / cap) inside the softmax where there is a soft cap),
+
 where K and V of position i lie in the block ``block_tables[s, i // block_size]`` at offset
 ``i % block_size``. With a sliding window w only the positions p - w < i <= p are seen. The step's own keys
 and values are already written when a backend runs. Slots that no token of the sequence was written to may
@@ -37,6 +39,8 @@ class PagedBatch:
     """[S] int32: tokens in the cache before this step."""
     max_query_len: int
     max_context_len: int
+    num_decodes: int = 0
+    """The last so many sequences have one token each in this step; GPU backends treat them apart."""
 
     @property
     def num_sequences(self) -> int:
@@ -45,12 +49,16 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The heads of one model; ``sliding_window`` in tokens, None for full attention."""
+    """The heads of one model; ``sliding_window`` in tokens, None for full attention.
+
+    ``soft_cap``: scaled scores become cap * tanh(score / cap); None for no cap.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def group(self) -> int:
@@ -84,17 +92,17 @@ class AttentionBackend(Protocol):
         ...
 
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 
 
 def make_attention(name: str, spec: AttentionSpec, device: torch.device | str = "cpu") -> AttentionBackend:
-    """Make the backend called ``name``; ``auto`` is ``cpu`` on a CPU and ``reference`` elsewhere.
+    """Make the backend called ``name``; ``auto`` is ``cpu`` on a CPU, ``triton`` on CUDA, else ``reference``.
 
-    Raises ``ValueError`` for an unknown name, or for ``cpu`` on another device.
+    Raises ``ValueError`` for an unknown name, or for one that cannot run on the device.
     """
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
-        name = "cpu" if on_cpu else "reference"
+        name = {"cpu": "cpu", "cuda": "triton"}.get(torch.device(device).type, "reference")
     if name == "reference":
         from pagedserve.kernels.attention_reference import ReferenceAttention
 
@@ -106,5 +114,14 @@ def make_attention(name: str, spec: AttentionSpec, device: torch.device | str = 
             )
         from pagedserve.kernels.attention_cpu import CpuAttention
 
+        if spec.soft_cap is not None:
+            raise ValueError("attention backend 'cpu' has no soft cap; use 'reference'")
         return CpuAttention(spec)
+    if name == "triton":
+        from pagedserve.kernels.launching import check_can_launch
+
+        check_can_launch(torch.device(device))
+        from pagedserve.kernels.attention_triton import TritonAttention
+
+        return TritonAttention(spec, device)
     raise ValueError(f"unknown attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")

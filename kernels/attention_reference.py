@@ -57,6 +57,8 @@ class ReferenceAttention:
         keys, values = seen.permute(1, 2, 0, 3).contiguous()  # each [KVH, n, D]
         grouped = query.float().view(spec.num_kv_heads, spec.group, 1, spec.head_dim)
         scores = (grouped * keys[:, None]).sum(-1) * spec.scale  # [KVH, G, n]
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         weights = torch.softmax(scores, dim=-1)
         mixed = (weights[..., None] * values[:, None]).sum(-2)  # [KVH, G, D]
         return mixed.reshape(spec.num_heads, spec.head_dim).to(query.dtype)

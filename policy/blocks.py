@@ -76,6 +76,14 @@ class Allocator(ABC):
     def publish(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
         """The blocks' contents are computed and may be found under the keys."""
 
+    def cached_blocks(self) -> list[int]:
+        """The cached blocks, the next to be evicted first; `num_cached_blocks` of them."""
+        return []
+
+    def quarantined_blocks(self) -> list[int]:
+        """The quarantined blocks, in no order; `num_quarantined_blocks` of them."""
+        return []
+
 
 class PagedAllocator(Allocator):
     """Fixed-size blocks with reference counts and an optional prefix cache.
@@ -214,6 +222,12 @@ class PagedAllocator(Allocator):
                 block_of[key] = block
                 key_of[block] = key
         self.num_releases += 1
+
+    def cached_blocks(self) -> list[int]:
+        return list(self._cached)
+
+    def quarantined_blocks(self) -> list[int]:
+        return list(self._quarantine)
 
     def committed(self, step: int) -> None:
         if self._late:

@@ -78,6 +78,10 @@ class ContiguousAllocator(Allocator):
             self._make_hole(start, size)
             self.num_releases += 1
 
+    def quarantined_blocks(self) -> list[int]:
+        runs = [run for waiting in self._fences.values() for run in waiting]
+        return [block for start, size in runs for block in range(start, start + size)]
+
     def check(self, running: Collection[RequestState]) -> None:
         quarantined = [run for runs in self._fences.values() for run in runs]
         runs, live = [*self._holes, *quarantined], 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedserve.engine.engine import Engine
+from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.profiler import provenance_of
 from pagedserve.metrics.profile import Profile
 
@@ -36,6 +37,24 @@ def check_profile(profile: Profile, engine: Engine) -> None:
         raise ValueError(
             f"the profile was measured on something else ({'; '.join(differing)}): measure here with "
             "'pagedserve profile'"
+        )
+
+
+def check_geometry(profile: Profile, config: ModelConfig) -> None:
+    """Raise ValueError naming what differs if the profile was measured on a model of another geometry."""
+    there = profile.provenance.get("geometry")
+    here = {name: getattr(config, name) for name in GEOMETRY}
+    if not isinstance(there, Mapping):
+        raise ValueError("the profile does not say on which model it was measured: measure again")
+    differing = [
+        f"{name} {there.get(name)} in the profile, {here[name]} here"
+        for name in GEOMETRY
+        if there.get(name) != here[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"the profile was measured on another model ({profile.provenance.get('model')}: "
+            f"{'; '.join(differing)}): name that one, or measure this one with 'pagedserve profile'"
         )
 
 

@@ -9,7 +9,8 @@ from pagedserve.engine.model.errors import ModelNotFound, UnsupportedModel, Weig
 from pagedserve.engine.model.fetch import PACKAGED_MODELS, fetch_model
 
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.txt", "*.jinja")
+_WEIGHT_FILES = ("*.safetensors",)
+_HUB_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class ModelFiles:
             raise UnsupportedModel(f"{path} is not valid JSON ({error})") from error
 
 
-def resolve_model(name_or_path: str | Path, *, home: Path | None = None, progress: bool = True) -> ModelFiles:
+def resolve_model(
+    name_or_path: str | Path, *, home: Path | None = None, progress: bool = True, weights: bool = True
+) -> ModelFiles:
     """Find a model, fetching an alias or a hub repository if it is not on disk yet.
 
-    What exists on disk comes first, then the aliases, then the hub. Raises ``ModelNotFound`` saying what was
-    tried, ``WeightsError`` for pickled weights, ``FetchError`` when an alias cannot be fetched.
+    What exists on disk comes first, then the aliases, then the hub, whose repositories are fetched without
+    their weights unless ``weights``. Raises ``ModelNotFound`` saying what was tried, ``WeightsError`` for
+    pickled weights, ``FetchError`` when an alias cannot be fetched.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if path.exists():
@@ -47,7 +51,7 @@ def resolve_model(name_or_path: str | Path, *, home: Path | None = None, progres
             f"no model {name!r}: not a directory or file, not an alias ({', '.join(PACKAGED_MODELS)}), "
             "and not a hub repository (owner/name)"
         )
-    return _local(name, _from_hub(name))
+    return _local(name, _from_hub(name, weights))
 
 
 def _local(name: str, path: Path) -> ModelFiles:
@@ -75,11 +79,12 @@ def _local(name: str, path: Path) -> ModelFiles:
     raise ModelNotFound(f"{path} has no config.json and {found}")
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        wanted = [*_HUB_FILES, *(_WEIGHT_FILES if weights else ())]
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(

@@ -23,6 +23,22 @@ class LoadedModel:
     dtype_choice: DtypeChoice
 
 
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """A model without its weights: what its tokenizer and its limits are read from."""
+
+    config: ModelConfig
+    files: ModelFiles
+
+
+def load_outline(
+    name_or_path: str | Path, *, home: Path | None = None, progress: bool = True
+) -> ModelOutline:
+    """Find a model and read its configuration; a directory need not hold weights. Errors as of `load_model`."""
+    files = resolve_model(name_or_path, home=home, progress=progress, weights=False)
+    return ModelOutline(GgufSource(files.path).config if files.kind == "gguf" else _config(files), files)
+
+
 def load_model(
     name_or_path: str | Path,
     *,
@@ -56,7 +72,11 @@ def open_weights(files: ModelFiles) -> tuple[ModelConfig, TensorSource]:
     if files.kind == "gguf":
         source = GgufSource(files.path)
         return source.config, source
+    return _config(files), SafetensorsSource(files.path)
+
+
+def _config(files: ModelFiles) -> ModelConfig:
     values = files.read_json("config.json")
     if values is None:
         raise ModelNotFound(f"{files.path} has no config.json")
-    return ModelConfig.from_hf(values), SafetensorsSource(files.path)
+    return ModelConfig.from_hf(values)

@@ -8,7 +8,10 @@
 No padding, no per-request state, no phases: a token is its id, its position and its slot.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +22,11 @@ from pagedserve.engine.model.rope import RotaryTable, inverse_frequencies, rotat
 from pagedserve.engine.model.weights import TensorSource, check_tensors
 from pagedserve.kernels.attention import AttentionBackend, AttentionSpec, make_attention
 from pagedserve.kernels.kv_cache import KVCache
+from pagedserve.policy import Limits
+
+if TYPE_CHECKING:
+    from pagedserve.engine.engine import Vocabulary
+    from pagedserve.engine.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,20 @@ class Model:
             self.dtype,
             self.device,
         )
+
+    def make_runner(
+        self,
+        limits: Limits,
+        vocabulary: Vocabulary,
+        *,
+        overlaps: bool,
+        caches_prefixes: bool,
+        kv: KVCache | None = None,
+    ) -> ModelRunner:
+        """A runner of this model for one engine; see `pagedserve.engine.runners.RunnerMaker`."""
+        from pagedserve.engine.runner import ModelRunner  # which needs this module
+
+        return ModelRunner(self, limits, vocabulary.size, overlaps, caches_prefixes, kv)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:

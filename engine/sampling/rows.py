@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedserve.engine.params import SamplingParams, check_token_ids
+from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.sampling.adjustments import Adjustments, AdjustmentTable
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS
+from pagedserve.engine.sampling.grammar import GrammarState
 from pagedserve.engine.sampling.philox import noise_words
 
 INITIAL_CAPACITY = 64
@@ -24,7 +26,6 @@ _ROW = np.dtype(
         ("top_k", np.int64),
         ("seed", np.int64),
         ("sample_index", np.int64),
-        ("first_stoppable", np.int64),  # the first position at which the request may stop
         ("num_top_logprobs", np.int64),
         ("filter", np.int8),
         ("wants_logprobs", np.bool_),
@@ -59,15 +60,12 @@ class SamplingLayout:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """All that `sampler.sample` needs of one step. words: int64 [S], the noise of the layout's random rows.
-
-    suppressed: (rows, token ids) of logits that must not be chosen, flat and of one length; None for none.
-    """
+    """All that `sampler.sample` needs of one step. words: int64 [S], the noise of the layout's random rows."""
 
     vocab_size: int
     layout: SamplingLayout
     words: Tensor
-    suppressed: tuple[Tensor, Tensor] | None
+    adjustments: Adjustments | None
 
 
 class SamplingRows:
@@ -82,7 +80,7 @@ class SamplingRows:
         self._table = np.zeros(INITIAL_CAPACITY, dtype=_ROW)
         self._slots: dict[int, int] = {}
         self._free_slots = list(range(INITIAL_CAPACITY))
-        self._suppressed_ids: dict[int, tuple[int, ...]] = {}
+        self._adjustments = AdjustmentTable(vocab_size, self.device)
         self._layout: SamplingLayout | None = None
 
     def __len__(self) -> int:
@@ -94,18 +92,27 @@ class SamplingRows:
         params: SamplingParams,
         *,
         seed: int,
-        num_prompt_tokens: int,
+        prompt_ids: Sequence[int],
         sample_index: int = 0,
         suppressed_ids: Sequence[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         """Take in a request. seed: params.seed, or the one drawn for it, signed 64 bits.
 
         suppressed_ids: what min_tokens keeps from being chosen, `stops.TokenStops.suppressed_ids`.
+        grammar: the request's own, if it has one; whoever made it tells it of the tokens.
         Raises ValueError for an id outside the vocabulary.
         """
         assert request not in self._slots, f"request {request} is in the sampling rows already"
         params.validate_for_vocab(self.vocab_size)
-        check_token_ids("suppressed_ids", suppressed_ids, self.vocab_size)
+        self._adjustments.add(
+            request,
+            params,
+            prompt_ids=prompt_ids,
+            first_stoppable=len(prompt_ids) + params.min_tokens,
+            suppressed_ids=suppressed_ids,
+            grammar=grammar,
+        )
         if not self._free_slots:
             self._free_slots = list(range(len(self._table), 2 * len(self._table)))
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -118,19 +125,20 @@ class SamplingRows:
             params.top_k if has_top_k else self.vocab_size,
             seed,
             sample_index,
-            num_prompt_tokens + params.min_tokens,
             params.logprobs or 0,
             _filter_of(params, has_top_k),
             params.logprobs is not None,
         )
-        if params.min_tokens and suppressed_ids:
-            self._suppressed_ids[request] = tuple(suppressed_ids)
         self._layout = None
+
+    def append(self, request: int, token_id: int) -> None:
+        """A request's output grows; penalties depend on it."""
+        self._adjustments.append(request, token_id)
 
     def remove(self, request: int) -> None:
         """Forget a finished or aborted request."""
         self._free_slots.append(self._slots.pop(request))
-        self._suppressed_ids.pop(request, None)
+        self._adjustments.remove(request)
         self._layout = None
 
     def select(self, requests: tuple[int, ...], positions: Sequence[int]) -> SamplingBatch:
@@ -150,9 +158,8 @@ class SamplingRows:
         words = np.zeros(0, dtype=np.int64)
         if len(random):
             words = noise_words(random["seed"], where[order], random["sample_index"])
-        return SamplingBatch(
-            self.vocab_size, layout, self._to_device(words), self._suppress(requests, rows, where)
-        )
+        adjustments = self._adjustments.select(requests, positions)
+        return SamplingBatch(self.vocab_size, layout, self._to_device(words), adjustments)
 
     def _make_layout(self, requests: tuple[int, ...], rows: np.ndarray) -> SamplingLayout:
         order = _random_rows(rows)
@@ -173,18 +180,6 @@ class SamplingRows:
             logprob_rows=self._to_device(logprob_rows),
             num_top_logprobs=tuple(rows["num_top_logprobs"][logprob_rows].tolist()),
         )
-
-    def _suppress(
-        self, requests: tuple[int, ...], rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[Tensor, Tensor] | None:
-        if not self._suppressed_ids:
-            return None
-        early = np.flatnonzero(positions < rows["first_stoppable"]).tolist()
-        pairs = [(row, i) for row in early for i in self._suppressed_ids.get(requests[row], ())]
-        if not pairs:
-            return None
-        pair_rows, ids = np.array(pairs, dtype=np.int64).T
-        return self._to_device(pair_rows), self._to_device(ids)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         # A field of the table keeps the table's stride, which torch refuses; a C-ordered copy does not.

@@ -1,14 +1,15 @@
 """From logits to tokens, for a whole batch at once and for each row as if it were alone.
 
-The order is vLLM's: the model's own logprobs are taken; ids that may not be chosen are masked; greedy rows
-take the largest logit; the others divide by the temperature, filter by min_p, top_k and top_p, and draw from
-what is left by inverting its cumulative distribution in token-id order with one number from Philox.
+The order is vLLM's: the model's own logprobs are taken; requests' adjustments are made (masks, bias,
+penalties: `adjustments`); greedy rows take the largest logit; the others divide by the temperature, filter by
+min_p, top_k and top_p, and draw from what is left by inverting its cumulative distribution in token-id order
+with one number from Philox.
 
 Nothing sums floats across a row or anything across rows, so a row's token is the same, bit for bit, alone and
-in any batch. Logit processors that a request may carry (bias, penalties, grammars) belong before the greedy
-choice.
+in any batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isnan
 
@@ -30,19 +31,23 @@ class SampledTokens:
     """One step's choices, on the device. tokens: int64 [R]. peaks: float32 [R], each row's largest logit.
 
     A row whose peak is not finite (NaN, +inf, or -inf where every token was masked) has no valid token:
-    `errors` must be asked before the tokens are used.
+    `errors` must be asked before the tokens are used. failures: by row, what its grammar says of it.
     """
 
     layout: SamplingLayout
     tokens: Tensor
     peaks: Tensor
     logprob_batch: LogprobBatch | None
+    failures: Mapping[int, str]
 
     def errors(self) -> dict[int, SamplingError]:
         """By request, what went wrong in its row; empty when all is well. Waits for the device."""
         requests = self.layout.requests
         failed = torch.nonzero(~torch.isfinite(self.peaks)).flatten().tolist()
-        return {requests[row]: _explain(requests[row], self.peaks[row].item()) for row in failed}
+        return {
+            requests[row]: _explain(requests[row], self.peaks[row].item(), self.failures.get(row))
+            for row in failed
+        }
 
     def logprobs(self) -> dict[int, PositionLogprobs]:
         """By request, for those that asked. Waits for the device."""
@@ -68,8 +73,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     logits = logits[:, : batch.vocab_size]
     wants_logprobs = bool(layout.num_top_logprobs)
     raw = logits[layout.logprob_rows] if wants_logprobs else None  # a copy, taken before anything is masked
-    if batch.suppressed is not None:
-        logits[batch.suppressed] = -inf
+    if batch.adjustments is not None:
+        batch.adjustments.apply(logits)
     peaks = logits.amax(dim=-1)
     broken = ~torch.isfinite(peaks)
     # Where asking would not mean waiting for a device, the common case is spared the work.
@@ -79,7 +84,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     logprob_batch = None
     if raw is not None:
         logprob_batch = gather_logprobs(raw, tokens[layout.logprob_rows], max(layout.num_top_logprobs))
-    return SampledTokens(layout, tokens, peaks, logprob_batch)
+    failures = {} if batch.adjustments is None else batch.adjustments.failures
+    return SampledTokens(layout, tokens, peaks, logprob_batch, failures)
 
 
 def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:
@@ -117,8 +123,10 @@ def _draw_part(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice)
     return draw_plain(rows)
 
 
-def _explain(request: int, peak: float) -> SamplingError:
-    if peak == -inf:
+def _explain(request: int, peak: float, failure: str | None) -> SamplingError:
+    if failure is not None:
+        problem = f"its grammar cannot go on ({failure}); use a simpler one"
+    elif peak == -inf:
         problem = "no token is left to choose: every logit is -inf or masked; allow more token ids"
     elif isnan(peak):
         problem = "the model's logits contain NaN; check the weights and the dtype"

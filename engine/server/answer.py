@@ -7,22 +7,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from pagedserve.engine.outputs import Delta
+from pagedserve.engine.outputs import Delta, PromptLogprobs
 from pagedserve.engine.sampling.logprobs import PositionLogprobs
 from pagedserve.engine.server.errors import ApiError
 from pagedserve.engine.server.generation import Generation
 from pagedserve.engine.server.sampling import Wanted
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def as_json(content: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _encode(content).encode()
 
 
 def event(content: Any) -> bytes:
@@ -38,6 +39,7 @@ class ChoiceState:
     prompt: int
     pieces: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop: str | int | None = None
     has_begun: bool = False
@@ -46,6 +48,7 @@ class ChoiceState:
         """Add a delta."""
         self.pieces.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop = delta.finish_reason, delta.stop
 
@@ -65,7 +68,7 @@ class Answer(ABC):
         self._about = {"created": int(time.time()), "model": model}
         samples = wanted.num_samples
         self.choices = [ChoiceState(index, index // samples) for index in range(num_prompts * samples)]
-        self._num_output_tokens = 0
+        self._num_output_tokens = self._num_cached_tokens = 0
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
@@ -74,6 +77,10 @@ class Answer(ABC):
     @abstractmethod
     def chunk_choice(self, choice: ChoiceState, delta: Delta) -> dict[str, Any]:
         """What a delta adds to a choice, likewise."""
+
+    def whole_extra(self) -> dict[str, Any]:
+        """What a whole answer says beside its choices."""
+        return {}
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises what `Generation.deltas` raises, and 503 for an answer cut short."""
@@ -93,6 +100,7 @@ class Answer(ABC):
                 **self._about,
                 "choices": choices,
                 "usage": self._usage(),
+                **self.whole_extra(),
             }
         )
 
@@ -115,7 +123,11 @@ class Answer(ABC):
         samples = self.wanted.num_samples
         async with aclosing(self.generation.deltas()) as deltas:
             async for prompt, delta in deltas:
+                if self.wanted.echoes_only:
+                    delta = _silenced(delta)
                 self._num_output_tokens += len(delta.token_ids)
+                if delta.index == 0:  # a prompt counts once, whatever its n
+                    self._num_cached_tokens += delta.num_cached_tokens
                 yield self.choices[prompt * samples + delta.index], delta
 
     @staticmethod
@@ -131,4 +143,11 @@ class Answer(ABC):
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
+
+
+def _silenced(delta: Delta) -> Delta:
+    """The same without its output."""
+    reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+    return replace(delta, token_ids=(), text="", logprobs=(), finish_reason=reason, stop=None)

@@ -6,14 +6,17 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
+from starlette.middleware.cors import CORSMiddleware
 
 import pagedserve
-from pagedserve.engine.server import errors, routes
+from pagedserve.engine.server import errors, live_routes, routes
 from pagedserve.engine.server.answer import as_json
 from pagedserve.engine.server.backend import EngineBackend
+from pagedserve.engine.server.document import document
 from pagedserve.engine.server.exposition import registry_of
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.guards import Guard
+from pagedserve.engine.server.live import LiveFeed
 from pagedserve.engine.server.prompts import PromptCodec
 from pagedserve.engine.server.settings import ServerSettings
 
@@ -21,7 +24,7 @@ router = APIRouter()
 
 
 def make_app(backend: EngineBackend, tokenizer: Any, settings: ServerSettings) -> FastAPI:
-    """An app that serves ``backend``; its `FrontEnd` is ``app.state.front``.
+    """An app that serves ``backend``; its `FrontEnd` is ``app.state.front``, its `LiveFeed` ``app.state.live``.
 
     ``tokenizer``: a Hugging Face fast tokenizer, the model's. ValueError says what is wrong with it.
     """
@@ -35,10 +38,18 @@ def make_app(backend: EngineBackend, tokenizer: Any, settings: ServerSettings) -
     )
     app.state.front = front = FrontEnd(backend, PromptCodec(tokenizer), settings)
     app.state.registry = registry_of(front)
+    app.state.live = LiveFeed(front)
     errors.install(app)
+    document(app)
     app.add_middleware(Guard, settings=settings, responses=front.counts.responses)
+    if settings.allowed_origins:
+        # Before the guard: a browser asks whether it may ask without the key.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     app.include_router(router)
     app.include_router(routes.router)
+    app.include_router(live_routes.router)
     return app
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pagedserve.engine.async_engine import AsyncEngine
-from pagedserve.engine.engine import EngineDead
+from pagedserve.engine.engine import Engine, EngineDead
 from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.server.engine_view import EngineView, GlimpseState, glimpse
 from pagedserve.engine.server.observer import EngineCountsState, EngineObserver
 from pagedserve.policy import Limits
+from pagedserve.policy.spec import PARTS, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class BackendFacts:
     policy: str
     """Its label, for people and metrics."""
     caches_prefixes: bool
+    policy_parts: tuple[tuple[str, str], ...] = ()
+    """What the policy is made of, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,24 @@ class BackendStats:
     excludes cached.
     """
 
-    num_running: int
-    num_waiting: int
+    running: Mapping[str, int]
+    """By tenant."""
+    waiting: Mapping[str, int]
     num_used_blocks: int
     num_cached_blocks: int
     num_free_blocks: int
     num_wasted_slots: int
     counts: EngineCountsState
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of all tenants that hold blocks."""
+        return sum(self.running.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of all tenants that wait."""
+        return sum(self.waiting.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +82,16 @@ class EngineBackend(Protocol):
         ...
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, options: SubmitOptions
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: SubmitOptions,
+        leave_reason: Callable[[], str] = lambda: "abort",
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of all ``params.n`` sequences; each ends with one that has a finish reason.
 
-        Closing the iterator early aborts what has not ended. Raises ValueError before the first delta for
-        what can never run, and `EngineDead`.
+        Closing the iterator early aborts what has not ended, with the reason that ``leave_reason`` gives then.
+        Raises ValueError before the first delta for what can never run, and `EngineDead`.
         """
         ...
 
@@ -80,6 +101,10 @@ class EngineBackend(Protocol):
 
     def stats(self) -> BackendStats:
         """The present moment; cheap."""
+        ...
+
+    async def view(self) -> EngineView:
+        """Every block and sequence between two steps; waits for the step that runs."""
         ...
 
 
@@ -99,7 +124,8 @@ class ThreadBackend:
         self._observer = EngineObserver(engine.scheduler, loop.recorder)
         loop.recorder = self._observer
         caches = engine.scheduler.policy.enable_prefix_caching
-        self._facts = BackendFacts(engine.limits, engine.vocabulary.size, policy, caches)
+        parts = parts_of(engine.scheduler.policy)
+        self._facts = BackendFacts(engine.limits, engine.vocabulary.size, policy, caches, parts)
         self._fault: EngineDead | None = None
 
     @property
@@ -113,12 +139,17 @@ class ThreadBackend:
         return self._served.error or self._fault
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, options: SubmitOptions
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: SubmitOptions,
+        leave_reason: Callable[[], str] = lambda: "abort",
     ) -> AsyncGenerator[Delta, None]:
         """See `EngineBackend.stream`."""
         deltas = self._served.stream(
             prompt,
             params,
+            leave_reason=leave_reason,
             priority=options.priority,
             tenant=options.tenant,
             cache_salt=options.cache_salt,
@@ -140,12 +171,32 @@ class ThreadBackend:
         """See `EngineBackend.stats`. Read while the engine may be in the middle of a step."""
         scheduler = self._served.engine.scheduler
         free, cached = scheduler.allocator.num_free_blocks, scheduler.allocator.num_cached_blocks
+        # The list is made in one piece, whatever the engine's thread does.
+        running, waiting = Counter[str](), Counter[str]()
+        for state in list(scheduler.states.values()):
+            (running if state.queue_ticket is None else waiting)[state.request.tenant] += 1
         return BackendStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            running=running,
+            waiting=waiting,
             num_used_blocks=self._facts.limits.num_blocks - free,
             num_cached_blocks=cached,
             num_free_blocks=max(0, free - cached),
             num_wasted_slots=max(0, scheduler.num_wasted_slots),
             counts=self._observer.counts,
         )
+
+    async def view(self) -> EngineView:
+        """See `EngineBackend.view`. A worker thread waits and counts blocks; the engine waits for the glimpse."""
+
+        def look(engine: Engine) -> GlimpseState:
+            return glimpse(engine.scheduler, self._observer.counts, engine.loop.clock())
+
+        return await asyncio.to_thread(lambda: self._served.between_steps(look).view())
+
+
+def parts_of(policy: Policy) -> tuple[tuple[str, str], ...]:
+    """The policy's parts and settings, by their names or their classes' names."""
+    parts = [(kind, getattr(policy, kind)) for kind in PARTS]
+    named = [(kind, part if isinstance(part, str) else type(part).__name__) for kind, part in parts]
+    caching = "on" if policy.enable_prefix_caching else "off"
+    return (*named, ("prefix cache", caching), ("watermark", f"{policy.watermark:g}"))

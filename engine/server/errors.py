@@ -109,11 +109,10 @@ def from_validation(errors: Any) -> ApiError:
     if first["type"] == "json_invalid":
         where = first["loc"][-1] if len(first["loc"]) > 1 else 0
         return bad_request(f"the body is no JSON: {first['ctx']['error']} at character {where}; correct it")
-    path = [part for part in first["loc"] if part != "body"]
-    if not path:
+    names = [str(part) for part in first["loc"] if part != "body" and not _is_type_name(part)]
+    if not names:
         found, wanted = shown(first.get("input")), "send a JSON object, with Content-Type: application/json"
         return bad_request(f"the body is or has {found}, which cannot be read; {wanted}")
-    names = [str(part) for part in path if not _is_type_name(part)]
     name = names[0] + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in names[1:])
     if first["type"] == "missing":
         return bad_request(f"{name} is missing; give it", name)

@@ -15,6 +15,7 @@ import pagedserve
 from pagedserve.engine.server.backend import BackendStats
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.histograms import HistogramState
+from pagedserve.engine.server.tenants import TenantLabelsState
 
 Number = int | float
 
@@ -32,6 +33,7 @@ class _ServerCollector(Collector):
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
+        self._tenants = TenantLabelsState()
         facts = front.backend.facts
         self._labels = {"model_name": front.settings.model_names[0], "engine": "0", "policy": facts.policy}
 
@@ -43,6 +45,7 @@ class _ServerCollector(Collector):
         """All metrics, as of now."""
         stats = self._front.backend.stats()
         yield from self._gauges(stats)
+        yield from self._labelled_gauges(stats)
         yield from self._engine_counters(stats)
         yield from self._engine_histograms(stats)
         yield from self._front_metrics()
@@ -72,9 +75,19 @@ class _ServerCollector(Collector):
         for name, (value, text) in gauges.items():
             yield self._one(GaugeMetricFamily, name, text, value)
 
+    def _labelled_gauges(self, stats: BackendStats) -> Iterator[Metric]:
+        running, waiting = self._tenants.fold(stats.running, stats.waiting)
+        for name, counts in (("running", running), ("waiting", waiting)):
+            text = f"Sequences {name}, by tenant; those beyond the first few tenants together."
+            yield self._gauge_by(f"pagedserve:requests_{name}_by_tenant", text, "tenant", counts)
+        # What is deferred in vLLM waits for something remote; nothing here waits for anything but room.
+        reasons = {"capacity": stats.num_waiting, "deferred": 0}
+        text = "Sequences that wait in the engine, by reason."
+        yield self._gauge_by("vllm:num_requests_waiting_by_reason", text, "reason", reasons)
+
     def _engine_counters(self, stats: BackendStats) -> Iterator[Metric]:
         counts = stats.counts
-        counters: dict[str, tuple[int, str]] = {
+        counters: dict[str, tuple[Number, str]] = {
             "vllm:num_preemptions": (counts.num_preemptions, "Preemptions."),
             "vllm:prompt_tokens": (counts.num_prompt_tokens, "Prompt tokens of sequences that have a token."),
             "vllm:prompt_tokens_cached": (counts.num_cached_prompt_tokens, "Of those, found in the cache."),
@@ -89,11 +102,17 @@ class _ServerCollector(Collector):
                 counts.num_discarded_tokens,
                 "Computed after their request's end.",
             ),
+            "pagedserve:device_busy_seconds": (counts.device.busy_s, "Time with a step in flight."),
             "pagedserve:engine_steps": (counts.num_steps, "Steps scheduled."),
             "pagedserve:engine_refusals": (counts.num_refused, "Sequences that the scheduler refused."),
         }
         for name, (value, text) in counters.items():
             yield self._one(CounterMetricFamily, name, text, value)
+        sources = {
+            "local_compute": counts.num_computed_prompt_tokens,
+            "local_cache_hit": counts.num_cached_prompt_tokens,
+        }
+        yield self._by_label("vllm:prompt_tokens_by_source", "Prompt tokens, by source.", "source", sources)
         yield self._by_label(
             "pagedserve:sequences_finished", "Sequences ended.", "finished_reason", dict(counts.finished)
         )
@@ -113,6 +132,16 @@ class _ServerCollector(Collector):
             ("inference", counts.inference, "Last token - first scheduled."),
         ):
             yield self._histogram(f"vllm:request_{name}_time_seconds", text, histogram)
+        yield self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens of a sequence that were not in the prefix cache.",
+            counts.prefill_computed,
+        )
+        yield self._histogram(
+            "pagedserve:host_gap_seconds",
+            "From a step's commit, or a request's coming, to the next launch: no step in flight, and work there.",
+            counts.device.gap,
+        )
         yield self._histogram("vllm:iteration_tokens_total", "Tokens of a step.", counts.iteration_tokens)
         yield self._histogram(
             "vllm:request_num_preemptions", "Preemptions of a sequence.", counts.preemptions
@@ -166,6 +195,12 @@ class _ServerCollector(Collector):
     ) -> Metric:
         family = kind(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _gauge_by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
         return family
 
     def _by_label(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -12,11 +12,11 @@ from pagedserve.engine.engine import EngineDead
 from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.server.admission import Ticket
-from pagedserve.engine.server.errors import ApiError, bad_request
+from pagedserve.engine.server.errors import ApiError
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.meter import PromptMeter
 from pagedserve.engine.server.prompts import Encoded
-from pagedserve.engine.server.sampling import Wanted
+from pagedserve.engine.server.sampling import Wanted, named
 
 Encoder = Callable[[], Encoded]
 
@@ -95,9 +95,13 @@ class Generation:
         if self._ended is None and self._feeder is not None:
             self._ended = reason
             for request in self._requests:
-                self._front.backend.abort(request, "timeout" if reason == "timeout" else "abort")
+                self._front.backend.abort(request, self._sequences_end())
             self._feeder.cancel()
             self._queue.put_nowait(EndState(reason))
+
+    def _sequences_end(self) -> str:
+        """The finish reason of sequences that have not ended by themselves."""
+        return "timeout" if self._ended == "timeout" else "abort"
 
     def drop_if_stalled(self, limit_s: float) -> None:
         """End the connection if what was sent last has not been taken for so long."""
@@ -157,7 +161,7 @@ class Generation:
         if isinstance(error, EngineDead):
             return ApiError(500, str(error), code="engine_dead")
         if isinstance(error, ValueError):
-            return bad_request(str(error))
+            return named(error)
         return error
 
     async def _feed(self) -> None:
@@ -193,7 +197,8 @@ class Generation:
         """Take one prompt's deltas as they come, whoever reads them."""
         prompt, put, ticket = self.prompts[index], self._queue.put_nowait, self._ticket
         assert ticket is not None
-        stream = self._front.backend.stream(prompt.ids, prompt.params, self._wanted.options)
+        options = self._wanted.options
+        stream = self._front.backend.stream(prompt.ids, prompt.params, options, self._sequences_end)
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 self._requests.add(delta.request)

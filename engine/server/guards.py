@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections import Counter
 
 from starlette.datastructures import Headers
@@ -13,6 +15,10 @@ from pagedserve.engine.server.settings import ServerSettings
 
 OPEN_PATHS = ("/health",)
 UNKNOWN_PATH = "other"
+# What a browser shows may be opened with a password, which it asks for by itself. It would send that along with
+# whatever other sites make it ask of this server, so it opens nothing that does work.
+BROWSER_PATHS, BROWSER_FOLDER = ("/", "/metrics"), "/live/"
+BASIC_CHALLENGE = 'Basic realm="PagedServe: any user name, an API key as the password", charset="UTF-8"'
 
 
 class Guard:
@@ -36,7 +42,10 @@ class Guard:
         headers = Headers(scope=scope)
         refusal = self._key_refusal(scope, headers) or self._size_refusal(headers)
         if refusal is not None:
-            await refusal.response()(scope, receive, counted)
+            response = refusal.response()
+            if refusal.status == 401 and _is_for_browsers(scope):
+                response.headers.append("WWW-Authenticate", BASIC_CHALLENGE)
+            await response(scope, receive, counted)
         else:
             await self._app(scope, self._bounded(receive), counted)
 
@@ -44,8 +53,8 @@ class Guard:
         keys = self._settings.api_keys
         if not keys or scope["path"] in OPEN_PATHS:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and keys.opens(key.strip().encode("latin-1")):
+        given = _given_key(headers, _is_for_browsers(scope))
+        if given is not None and keys.opens(given):
             return None
         return ApiError(
             401, "no valid API key; send one as Authorization: Bearer KEY", code="invalid_api_key"
@@ -75,3 +84,21 @@ class Guard:
             return message
 
         return bounded
+
+
+def _is_for_browsers(scope: Scope) -> bool:
+    path = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in BROWSER_PATHS or path.startswith(BROWSER_FOLDER))
+
+
+def _given_key(headers: Headers, takes_password: bool) -> bytes | None:
+    """The key that a request brings, if it brings one: a bearer's, or a password with any user name."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip().encode("latin-1")
+    if scheme.lower() == "basic" and takes_password:
+        try:
+            return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return None
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -22,9 +23,17 @@ PHASE_S = (
     *(120, 240, 480, 960, 1920, 7680),
 )
 """Seconds. vLLM's buckets, and finer ones: with small models on fast devices everything happens below them."""
+GAP_S = (
+    *(0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10),
+)
+"""Seconds between two steps of a device: a host that keeps up is in the first few."""
 ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
 SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
+
+
+KEPT_VALUES = 2048
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -57,3 +66,23 @@ class HistogramState:
     def cumulative(self) -> list[tuple[float, int]]:
         """For every bound, and infinity, the number of values up to it."""
         return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))
+
+
+class RecentState:
+    """The last values observed, exactly, for whoever looks now and then; one thread observes."""
+
+    __slots__ = ("num_observed", "values")
+
+    def __init__(self) -> None:
+        self.values: deque[tuple[float, int]] = deque(maxlen=KEPT_VALUES)
+        self.num_observed = 0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Keep ``value``, seen so many times, until newer ones push it out."""
+        self.values.append((value, times))
+        self.num_observed += 1
+
+    def since(self, num_observed: int) -> list[tuple[float, int]]:
+        """What came after the first ``num_observed``, as far as it is kept. Not while another thread observes."""
+        kept = list(self.values)
+        return kept[max(0, len(kept) - (self.num_observed - num_observed)) :]

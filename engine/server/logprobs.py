@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedserve.engine.outputs import PromptLogprobs
 from pagedserve.engine.sampling.logprobs import PositionLogprobs, TokenLogprob
 from pagedserve.engine.server.prompts import PromptCodec
 
@@ -54,6 +55,22 @@ class CompletionLogprobsState:
             )
             self.offset += len(self.names.readable(position.chosen.token_id))
 
+    def add_prompt(
+        self, token_ids: Sequence[int], positions: PromptLogprobs, text: str, num_top: int
+    ) -> None:
+        """The tokens of a prompt that is repeated as ``text``; nothing is known of the first one."""
+        for token_id, position in zip(token_ids, positions, strict=True):
+            top = None
+            if position is not None:
+                all_of_them = (*position.top[:num_top], position.chosen)
+                top = {self.names.unique(token.token_id): token.logprob for token in all_of_them}
+            self.content["tokens"].append(self.names.unique(token_id))
+            self.content["token_logprobs"].append(None if position is None else position.chosen.logprob)
+            self.content["text_offset"].append(self.offset)
+            self.content["top_logprobs"].append(top)
+            self.offset = min(len(text), self.offset + len(self.names.readable(token_id)))
+        self.offset = len(text)
+
     def take(self) -> dict[str, list[Any]]:
         """What was added since the last time."""
         content, self.content = self.content, _empty()
@@ -62,6 +79,27 @@ class CompletionLogprobsState:
 
 def _empty() -> dict[str, list[Any]]:
     return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+
+
+def prompt_logprobs(
+    names: TokenNames, positions: PromptLogprobs | None, num_top: int
+) -> list[dict[str, Any] | None] | None:
+    """``prompt_logprobs`` in vLLM's form: by token id, the likeliest and the prompt's own."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token.token_id): {
+                "logprob": token.logprob,
+                "rank": token.rank,
+                "decoded_token": names.readable(token.token_id),
+            }
+            for token in (position.chosen, *position.top[:num_top])
+        }
+        for position in positions
+    ]
 
 
 def chat_logprobs(names: TokenNames, positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""What the front end measures of requests, from their arrival here; a prompt counts once, whatever its ``n``."""
+"""What the front end measures of requests, from their arrival here; a prompt counts once, whatever its ``n``.
+
+Tokens have the time of the commit that brought them, on the engine's clock, ``time.monotonic_ns``, however late the
+event loop reads them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pagedserve.engine.outputs import Delta
-from pagedserve.engine.server.histograms import PHASE_S, SAMPLES, TTFT_S, HistogramState, one_two_five
+from pagedserve.engine.server.histograms import (
+    PHASE_S,
+    SAMPLES,
+    TTFT_S,
+    HistogramState,
+    RecentState,
+    one_two_five,
+)
 
 MAX_COUNTED_TOKENS = 1_000_000
 # The worst of a prompt's endings is the prompt's.
@@ -27,6 +38,7 @@ class FrontCountsState:
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     """HTTP answers by path and status."""
     ttft: HistogramState = field(default_factory=lambda: HistogramState(TTFT_S))
+    recent_ttft: RecentState = field(default_factory=RecentState)
     e2e: HistogramState = field(default_factory=lambda: HistogramState(PHASE_S))
     prompt_tokens: HistogramState = field(default_factory=_tokens)
     generation_tokens: HistogramState = field(default_factory=_tokens)
@@ -43,20 +55,27 @@ class FrontCountsState:
 class PromptMeter:
     """One prompt from its arrival to its end. It counts from its acceptance on: what is refused before does not."""
 
-    __slots__ = ("_arrival_ns", "_counts", "_ending", "_has_token", "_is_over", "_num_open", "num_tokens")
+    __slots__ = (
+        *("_arrival_ns", "_counts", "_ending", "_has_token", "_is_over", "_last_ns", "_num_open"),
+        "num_tokens",
+    )
 
     def __init__(self, counts: FrontCountsState, arrival_ns: int, num_samples: int) -> None:
         self._counts, self._arrival_ns, self._num_open = counts, arrival_ns, num_samples
         self._has_token, self._is_over = False, True
-        self._ending = 0
+        self._ending, self._last_ns = 0, arrival_ns
         self.num_tokens = [0] * num_samples
 
     def take(self, delta: Delta) -> bool:
         """A delta of one of its sequences has come; True if it is the prompt's first token."""
         is_first = bool(delta.token_ids) and not self._has_token
+        if delta.token_ids:
+            self._last_ns = time.monotonic_ns() if delta.time_ns is None else delta.time_ns
         if is_first:
             self._has_token = True
-            self._counts.ttft.observe((time.monotonic_ns() - self._arrival_ns) / 1e9)
+            ttft_s = (self._last_ns - self._arrival_ns) / 1e9
+            self._counts.ttft.observe(ttft_s)
+            self._counts.recent_ttft.observe(ttft_s)
         self.num_tokens[delta.index] += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._num_open -= 1
@@ -81,7 +100,7 @@ class PromptMeter:
         counts = self._counts
         counts.ended[_known(reason)] += 1
         if self._has_token:
-            counts.e2e.observe((time.monotonic_ns() - self._arrival_ns) / 1e9)
+            counts.e2e.observe((self._last_ns - self._arrival_ns) / 1e9)
             counts.generation_tokens.observe(sum(self.num_tokens))
             counts.max_generation_tokens.observe(max(self.num_tokens))
 

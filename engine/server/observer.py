@@ -8,12 +8,23 @@ how fast anybody reads it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagedserve.engine.loop import LoopObserver
-from pagedserve.engine.server.histograms import ITERATION_TOKENS, ITL_S, PHASE_S, PREEMPTIONS, HistogramState
+from pagedserve.engine.server.device_clock import DeviceClockState
+from pagedserve.engine.server.histograms import (
+    ITERATION_TOKENS,
+    ITL_S,
+    PHASE_S,
+    PREEMPTIONS,
+    HistogramState,
+    RecentState,
+    one_two_five,
+)
 from pagedserve.policy import Finished, Outcome, Request, RequestState, Scheduler, StepPlan
+
+MAX_PROMPT_TOKENS = 1_000_000
 
 
 @dataclass(slots=True)
@@ -25,6 +36,8 @@ class EngineCountsState:
     """Of requests whose first token came."""
     num_cached_prompt_tokens: int = 0
     """Of those, found in the prefix cache."""
+    num_computed_prompt_tokens: int = 0
+    """Of those, the others."""
     num_generated_tokens: int = 0
     num_discarded_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -42,6 +55,12 @@ class EngineCountsState:
     decode: HistogramState = field(default_factory=lambda: HistogramState(PHASE_S))
     inference: HistogramState = field(default_factory=lambda: HistogramState(PHASE_S))
     preemptions: HistogramState = field(default_factory=lambda: HistogramState(PREEMPTIONS))
+    prefill_computed: HistogramState = field(
+        default_factory=lambda: HistogramState(one_two_five(MAX_PROMPT_TOKENS))
+    )
+    """Prompt tokens of a sequence that were not in the prefix cache."""
+    device: DeviceClockState = field(default_factory=DeviceClockState)
+    recent_itl: RecentState = field(default_factory=RecentState)
 
 
 @dataclass(slots=True)
@@ -52,6 +71,11 @@ class _SequenceState:
     queued_ns: int
     first_ns: int | None = None
     last_ns: int | None = None
+
+    @property
+    def num_computed_prompt_tokens(self) -> int:
+        """Prompt tokens that were not in the prefix cache at its first admission."""
+        return self.state.request.num_prompt_tokens - self.state.num_prefix_hit_tokens
 
 
 class EngineObserver:
@@ -72,11 +96,13 @@ class EngineObserver:
         self._newcomers: set[int] = set()
         self._round_ns = 0
         self._num_discarded = 0
+        self._device = self.counts.device
 
     def added(self, state: RequestState, due_ns: int, now_ns: int) -> None:
         """See `Recorder.added`."""
         self._inner.added(state, due_ns, now_ns)
         self._live[state.id] = _SequenceState(state, now_ns)
+        self._device.has_work(now_ns)
 
     def refused(self, request: Request, due_ns: int, now_ns: int, error: str) -> None:
         """See `Recorder.refused`."""
@@ -89,13 +115,17 @@ class EngineObserver:
         if self._live.pop(request, None) is not None:
             self._newcomers.discard(request)
             self.counts.finished[reason] += 1
+        if not self._scheduler.has_work:
+            self._device.has_none()
 
     def scheduled(self, plan: StepPlan, now_ns: int) -> None:
         """See `Recorder.scheduled`."""
         self._inner.scheduled(plan, now_ns)
         self.counts.num_preemptions = self._scheduler.num_preemptions
         if plan.step is None:
+            self._device.has_none()
             return
+        self._device.has_work(now_ns)
         self._in_flight[plan.step] = plan
         counts = self.counts
         counts.num_steps += 1
@@ -110,12 +140,14 @@ class EngineObserver:
     def launched(self, now_ns: int) -> None:
         """See `Recorder.launched`."""
         self._inner.launched(now_ns)
+        self._device.launched(now_ns)
 
     def committed(
-        self, step: int, outcomes: Iterable[Outcome], finished: list[Finished], now_ns: int
+        self, step: int, outcomes: Sequence[Outcome], finished: list[Finished], now_ns: int
     ) -> None:
         """See `Recorder.committed`."""
         self._inner.committed(step, outcomes, finished, now_ns)
+        self._device.committed(now_ns, self._scheduler.has_work)
         plan = self._in_flight.pop(step)
         failed = {o.request for o in outcomes if o.stop_reason is not None and not o.num_tokens}
         self._move(plan)
@@ -150,7 +182,7 @@ class EngineObserver:
             self._token(self._live[request], now_ns)
             self._live[request].last_ns = None
         if staying > 0:
-            self.counts.itl.observe((now_ns - self._round_ns) / 1e9, staying)
+            self._token_gap((now_ns - self._round_ns) / 1e9, staying)
             self.counts.num_generated_tokens += staying
         self._newcomers.clear()
         self._round_ns = now_ns
@@ -163,9 +195,15 @@ class EngineObserver:
             live.first_ns = now_ns
             counts.num_prompt_tokens += live.state.request.num_prompt_tokens
             counts.num_cached_prompt_tokens += live.state.num_prefix_hit_tokens
+            counts.num_computed_prompt_tokens += live.num_computed_prompt_tokens
         elif live.last_ns is not None:
-            counts.itl.observe((now_ns - live.last_ns) / 1e9)
+            self._token_gap((now_ns - live.last_ns) / 1e9)
         live.last_ns = now_ns
+
+    def _token_gap(self, gap_s: float, times: int = 1) -> None:
+        """Time between two tokens of a sequence."""
+        self.counts.itl.observe(gap_s, times)
+        self.counts.recent_itl.observe(gap_s, times)
 
     def _finished(self, end: Finished, now_ns: int) -> None:
         live, counts = self._live.pop(end.request), self.counts
@@ -176,6 +214,9 @@ class EngineObserver:
         if live.first_ns is None or scheduled_ns is None or end.reason == "error":
             return
         # A sequence that ends by itself ends with a token, at this very commit.
+        counts.prefill_computed.observe(
+            live.state.request.num_prompt_tokens - live.state.num_prefix_hit_tokens
+        )
         counts.queue.observe((scheduled_ns - live.queued_ns) / 1e9)
         counts.prefill.observe((live.first_ns - scheduled_ns) / 1e9)
         counts.decode.observe((now_ns - live.first_ns) / 1e9)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pagedserve.engine.server.answer import DONE, Answer
+from pagedserve.engine.server.connection import ABORT
 from pagedserve.engine.server.errors import ApiError
 from pagedserve.engine.server.generation import Generation, ReaderGone
 
@@ -49,6 +50,8 @@ class AnswerResponse(Response):
                 if not self._generation.was_dropped or task is None or task.uncancel():
                     raise
                 logger.warning("a connection was dropped: %s", error)
+                # What was sent and not taken would be kept, with the connection, for as long as the client likes.
+                scope.get("state", {}).get(ABORT, lambda: None)()
             finally:
                 watcher.cancel()
 

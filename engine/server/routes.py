@@ -9,12 +9,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from pagedserve.engine.outputs import Delta
+from pagedserve.engine.outputs import Delta, PromptLogprobs
 from pagedserve.engine.server.answer import Answer, ChoiceState, as_json
-from pagedserve.engine.server.errors import bad_request
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.generation import Generation
-from pagedserve.engine.server.logprobs import CompletionLogprobsState, TokenNames, chat_logprobs
+from pagedserve.engine.server.logprobs import (
+    CompletionLogprobsState,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from pagedserve.engine.server.prompts import PromptCodec
 from pagedserve.engine.server.respond import AnswerResponse
 from pagedserve.engine.server.sampling import check_ids, wanted
@@ -45,14 +49,16 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(generation, asked, model, body.request_id, len(body.prompt))
         self._body = body
-        names = TokenNames(front.codec, bool(body.return_tokens_as_token_ids))
-        self._logprobs = [CompletionLogprobsState(names) for _ in self.choices]
+        self._names = TokenNames(front.codec, bool(body.return_tokens_as_token_ids))
+        self._logprobs = [CompletionLogprobsState(self._names) for _ in self.choices]
 
-    def _echo(self, choice: ChoiceState) -> str:
+    def _echo(self, choice: ChoiceState, prompt_logprobs: PromptLogprobs | None) -> str:
         """The prompt's text, if it is to be repeated."""
-        text = self.generation.prompts[choice.prompt].text
-        self._logprobs[choice.index].offset = len(text)
-        return text
+        prompt, state = self.generation.prompts[choice.prompt], self._logprobs[choice.index]
+        if self._body.echo and self._body.logprobs is not None and prompt_logprobs is not None:
+            state.add_prompt(prompt.ids, prompt_logprobs, prompt.text, self._body.logprobs)
+        state.offset = len(prompt.text)
+        return prompt.text
 
     def _told(self, choice: ChoiceState, positions: Any) -> dict[str, Any] | None:
         if self._body.logprobs is None:
@@ -62,13 +68,18 @@ class CompletionAnswer(Answer):
 
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         """See `Answer.whole_choice`."""
-        text = self._echo(choice) + "".join(choice.pieces)
-        return {"text": text, "logprobs": self._told(choice, choice.logprobs)}
+        text = self._echo(choice, choice.prompt_logprobs) + "".join(choice.pieces)
+        told: dict[str, Any] = {"text": text, "logprobs": self._told(choice, choice.logprobs)}
+        num_top = self.wanted.num_prompt_logprobs
+        if num_top is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
+        return told
 
     def chunk_choice(self, choice: ChoiceState, delta: Delta) -> dict[str, Any]:
         """See `Answer.chunk_choice`; the first chunk brings the prompt's text, if asked for."""
-        text = delta.text if choice.has_begun else self._echo(choice) + delta.text
-        return {"text": text, "logprobs": self._told(choice, delta.logprobs) if delta.logprobs else None}
+        text = delta.text if choice.has_begun else self._echo(choice, delta.prompt_logprobs) + delta.text
+        has_logprobs = delta.logprobs or delta.prompt_logprobs
+        return {"text": text, "logprobs": self._told(choice, delta.logprobs) if has_logprobs else None}
 
 
 class ChatAnswer(Answer):
@@ -93,6 +104,13 @@ class ChatAnswer(Answer):
         message = {"role": "assistant", "content": "".join(choice.pieces), "refusal": None}
         return {"message": message, "logprobs": self._told(choice.logprobs)}
 
+    def whole_extra(self) -> dict[str, Any]:
+        """See `Answer.whole_extra`."""
+        num_top = self.wanted.num_prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._names, self.choices[0].prompt_logprobs, num_top)}
+
     def chunk_choice(self, choice: ChoiceState, delta: Delta) -> dict[str, Any]:
         """See `Answer.chunk_choice`."""
         role = {} if choice.has_begun else {"role": "assistant"}
@@ -108,12 +126,6 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     front.check_open()
     model, asked = front.check_model(body.model), wanted(body, front.settings, front.backend.facts)
     check_ids(body.prompt, front.backend.facts)
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo with logprobs asks for the prompt's logprobs, which this server does not have: leave one out",
-            "echo",
-            "unsupported_parameter",
-        )
     how = body.add_special_tokens, bool(body.echo), body.skip_special_tokens
     encoders = [partial(front.codec.prompt, prompt, *how) for prompt in body.prompt]
     generation = Generation(front, asked, encoders, arrival_ns)

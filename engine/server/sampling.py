@@ -9,6 +9,7 @@ from typing import Any
 from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.server.backend import BackendFacts, SubmitOptions
 from pagedserve.engine.server.errors import ApiError, bad_request
+from pagedserve.engine.server.forms import form_of
 from pagedserve.engine.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from pagedserve.engine.server.settings import ServerSettings
 from pagedserve.engine.server.unsupported import refuse_extras
@@ -16,12 +17,24 @@ from pagedserve.policy import Request, RequestRefused
 
 DEFAULT_COMPLETION_TOKENS = 16
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos")
-_NAMES += ("min_tokens", "include_stop_str_in_output", "skip_special_tokens")
+_NAMES += (
+    "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+)
+_NAMES += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_TOLD = (*_NAMES, "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request asks for, apart from its prompts. ``max_tokens`` None: as many as there is room for."""
+    """What a request asks for, apart from its prompts. ``max_tokens`` None: as many as there is room for.
+
+    ``echoes_only``: the prompt and nothing else (``echo`` with ``max_tokens`` 0); the one token that has to be
+    computed is not told. ``num_prompt_logprobs``: told in vLLM's form, None for not at all.
+    """
 
     fields: dict[str, Any]
     max_tokens: int | None
@@ -30,6 +43,8 @@ class Wanted:
     is_stream: bool
     includes_usage: bool
     includes_continuous_usage: bool
+    echoes_only: bool
+    num_prompt_logprobs: int | None
 
     def params(self, num_prompt_tokens: int, facts: BackendFacts) -> SamplingParams:
         """Sampling for a prompt of that length. `ApiError` 400 where the limits leave no room for it."""
@@ -44,7 +59,7 @@ class Wanted:
         try:
             return SamplingParams(**self.fields, max_tokens=self.max_tokens or room)
         except ValueError as error:
-            raise _named(error) from error
+            raise named(error) from error
 
 
 def _room(num_prompt_tokens: int, facts: BackendFacts) -> int:
@@ -63,19 +78,22 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
     given = {name: getattr(request, name) for name in _NAMES}
     fields = {name: value for name, value in given.items() if value is not None}
     fields["logprobs"] = _logprobs(request, settings)
+    fields["prompt_logprobs"] = _prompt_logprobs(request, settings, fields["logprobs"])
+    fields["structured_outputs"] = form_of(request)
     options = request.stream_options
     if options is not None and not request.stream:
         raise bad_request("stream_options are about streams and stream is not true; leave them out")
     num_samples = fields.get("n", 1)
     if num_samples > settings.max_samples:
         raise bad_request(f"n is {num_samples}; ask for {settings.max_samples} samples at most", "n")
-    max_tokens = _max_tokens(request)
+    echoes_only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+    max_tokens = 1 if echoes_only else _max_tokens(request)
     try:
         # Everything that does not depend on the prompt; min_tokens is compared again when max_tokens is known.
         probe = SamplingParams(**fields, max_tokens=max_tokens or max(1, fields["min_tokens"]))
         probe.validate_for_vocab(facts.vocab_size)
     except ValueError as error:
-        raise _named(error) from error
+        raise named(error) from error
     includes_usage = options is not None and bool(options.include_usage)
     return Wanted(
         fields=fields,
@@ -87,6 +105,8 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
         includes_continuous_usage=includes_usage
         and options is not None
         and bool(options.continuous_usage_stats),
+        echoes_only=echoes_only,
+        num_prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -133,7 +153,26 @@ def _logprobs(request: GenerationRequest, settings: ServerSettings) -> int | Non
     return count
 
 
-def _named(error: ValueError) -> ApiError:
+def _prompt_logprobs(
+    request: GenerationRequest, settings: ServerSettings, logprobs: int | None
+) -> int | None:
+    """How many top logprobs the engine is to report of prompt tokens; an echo with logprobs needs them too."""
+    count = request.prompt_logprobs
+    if count is not None and not 0 <= count <= settings.max_logprobs:
+        raise bad_request(
+            f"prompt_logprobs is {count}; ask for 0 to {settings.max_logprobs}", "prompt_logprobs"
+        )
+    if count is not None and request.stream:
+        raise bad_request(
+            "prompt_logprobs are told with whole answers only: set stream to false, or use echo with logprobs",
+            "prompt_logprobs",
+        )
+    if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
+        return max(logprobs, count or 0)
+    return count
+
+
+def named(error: ValueError) -> ApiError:
     """The engine's refusal; its messages begin with the parameter's name."""
-    first = str(error).split(" ", 1)[0].split("[", 1)[0]
-    return bad_request(str(error), first if first in (*_NAMES, "max_tokens", "logprobs") else None)
+    first = str(error).split(" ", 1)[0].split("[", 1)[0].split(".", 1)[0]
+    return bad_request(str(error), first if first in _TOLD else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
@@ -12,6 +12,7 @@ Text = Annotated[str, Field(max_length=256)]
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
 INT32 = 2**31
 PromptShape = str | list[str] | list[int] | list[list[int]]
 Prompt = str | list[int]
@@ -82,6 +83,35 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    """A named schema of ``response_format``; all of it that can be kept is kept, ``strict`` or not."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    name: Text
+    description: str | None = None
+    form: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for a form."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredForm(BaseModel):
+    """vLLM's way: exactly one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(_Request):
     """What completions and chat share."""
 
@@ -92,6 +122,18 @@ class GenerationRequest(_Request):
     top_p: float | None = 1.0
     top_k: int | None = 0
     min_p: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredForm | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     seed: int | None = None
     stop: Annotated[
         tuple[str, ...], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)

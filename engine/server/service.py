@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import uvicorn
 from fastapi import FastAPI
 
+from pagedserve.engine.server.connection import MAX_HEADER_BYTES, connections
 from pagedserve.engine.server.front import FrontEnd
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ async def serve(app: FastAPI, sock: socket.socket, tell: Teller, started: Callab
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
+        http=connections(front.settings.receive_timeout_s),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )
@@ -90,6 +94,7 @@ async def serve(app: FastAPI, sock: socket.socket, tell: Teller, started: Callab
         listens.cancel()
         started()
         await _until_the_end(front, serving, tell)
+        app.state.live.close()
         server.should_exit = True
         await serving
     finally:

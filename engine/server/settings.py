@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -10,6 +11,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 KEYS_VARIABLE = "PAGEDSERVE_API_KEYS"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 class ApiKeys:
@@ -55,7 +57,9 @@ class ServerSettings:
 
     ``max_num_queued_reqs`` and ``max_num_queued_tokens`` bound the sequences, and their prompt tokens, that
     were accepted and have no token yet; beyond them requests get 503. ``request_timeout_s`` bounds a request
-    from its arrival to its end, ``send_timeout_s`` how long a reader may take nothing of what is sent to it.
+    from its arrival to its end, ``send_timeout_s`` how long a reader may take nothing of what is sent to it,
+    ``receive_timeout_s`` how long a request may take to arrive. Pages of ``allowed_origins`` may use the server
+    from a browser ("*": all may), which without any no other site's page can.
     """
 
     model_names: tuple[str, ...]
@@ -64,10 +68,12 @@ class ServerSettings:
     max_num_queued_tokens: int | None = 1 << 20
     request_timeout_s: float | None = None
     send_timeout_s: float = 60.0
+    receive_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 4 * MIB
     max_samples: int = 128
     max_logprobs: int = 20
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -76,9 +82,14 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("request_timeout_s", "send_timeout_s"):
+        for name in ("request_timeout_s", "send_timeout_s", "receive_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout_s is {self.shutdown_timeout_s}; it must be 0 or more")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}; give a scheme and a host, as http://localhost:3000, or *"
+                )

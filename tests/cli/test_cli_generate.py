@@ -115,6 +115,33 @@ def test_json_is_alone_on_standard_output_and_has_everything(generate: Run, mode
     assert found["record"] is None
 
 
+def test_penalties_biases_and_forms_reach_the_engine(generate: Run, tmp_path: Path) -> None:
+    letters = tmp_path / "letters.lark"
+    letters.write_text('start: "<" /[a-c]{2}/ ">"')
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [7]}')
+    for args, pattern in [
+        (("--logit-bias", "17:100"), "^2{8}$"),
+        (("--logit-bias", "17:9", "--frequency-penalty", "2", "--presence-penalty", "2"), "^2(?!2{7})"),
+        (("--logit-bias", "17:9", "--repetition-penalty", "50"), "^2(?!2{7})"),
+        (("--guided-regex", "[xyz]{3}"), "^[xyz]{3}$"),
+        (("--guided-choice", "yes", "--guided-choice", "no"), "^(yes|no)$"),
+        (("--guided-grammar", letters), "^<[a-c]{2}>$"),
+        (("--guided-json", schema), "^7$"),
+    ]:
+        ran = generate(*SMALL, "--temperature", 0, "--max-tokens", 8, *args, "hello")
+        assert re.search(pattern, ran.out.removesuffix("\n")), (args, ran.out, ran.err)
+
+
+def test_prompt_logprobs_are_in_the_json(generate: Run) -> None:
+    found = json.loads(generate(*GREEDY, "--prompt-logprobs", 1, "--json", "-", "hello").out)
+    (completion,) = found["prompts"][0]["completions"]
+    first, *others = completion["prompt_logprobs"]
+    assert first is None
+    assert [position["token"] for position in others] == list("ello")
+    assert all(position["logprob"] < 0 and len(position["top"]) == 1 for position in others)
+
+
 def test_json_into_a_file_beside_the_text(generate: Run, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     ran = generate(*GREEDY, "--json", path, "hello")

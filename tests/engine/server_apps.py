@@ -123,6 +123,16 @@ class Running:
         return Talk(self.app, path, body)
 
 
+def usage_of(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> dict[str, Any]:
+    """The usage that an answer tells."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
 def chunks_of(text: str) -> list[dict[str, Any]]:
     """The JSON of a stream's events, the last of which is ``[DONE]``."""
     *events, last, rest = text.split("\n\n")
@@ -142,7 +152,7 @@ def texts_of(chunks: list[dict[str, Any]], count: int = 1) -> list[str]:
 class Talk:
     """One HTTP request at the level of ASGI messages: see what is sent, take nothing more, or leave."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, app: Any, path: str, body: dict[str, Any], method: str = "POST") -> None:
         self.sent: list[dict[str, Any]] = []
         self._body, self._has_left = json.dumps(body).encode(), asyncio.Event()
         self._takes = asyncio.Event()
@@ -150,7 +160,7 @@ class Talk:
         headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "headers": headers,

@@ -27,6 +27,7 @@ from engine_rules import ChunksOf, PreemptAtRandom
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.outputs import Completion
 from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.structured_outputs import StructuredOutputs
 from pagedserve.policy import Policy, policy
 
 LENGTH = 12
@@ -38,6 +39,15 @@ CHOICES: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.5, "min_p": 0.05},
     "all": {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
     "greedy": {"temperature": 0.0},
+    "penalties": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+    },
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "bias": {"temperature": 1.2, "logit_bias": {17: 4.0, 18: -100.0}, "frequency_penalty": 1.0},
+    "form": {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="[a-f]+")},
 }
 
 
@@ -197,7 +207,7 @@ def test_s3_ids_outside_the_vocabulary_are_refused_by_name() -> None:
     assert healthy.completion().token_ids == hf_greedy("llama", text, LENGTH)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CHOICES.keys() - {"form"})  # whose grammar allows no padded row anyway
 def test_s3_padded_rows_are_never_sampled(name: str) -> None:
     """S3: rows behind the tokenizer's last id are not tokens, however large their logits."""
     model = tiny_model(vocab_size=320)
@@ -256,3 +266,25 @@ def test_s4_ignore_eos_ignores_every_eos(depth: int) -> None:
         completion = run_script(engine, [EOS, 10, 11, 66], greedy(9, stop_token_ids=[11]))
         assert completion.token_ids == (EOS, 10, 11)
         assert (completion.finish_reason, completion.stop) == ("stop", 11)
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3, 2.0])
+def test_s2_a_repetition_penalty_gives_what_transformers_gives(penalty: float) -> None:
+    """CASES S2: prompt and output count; among neighbours with other penalties."""
+    texts = prompts(5, 21)
+    params = [greedy(50, repetition_penalty=penalty), *[greedy(50, frequency_penalty=2.0)] * 4]
+    with engine_of("mixed") as engine:
+        made = run_all(engine, texts, params)[0]
+    model = hf_model("llama")
+    ids = torch.tensor([texts[0]])
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=50,
+        do_sample=False,
+        repetition_penalty=penalty,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert list(made.token_ids) == expected[0, len(texts[0]) :].tolist()
+    assert made.token_ids != hf_greedy("llama", texts[0], 50)

@@ -52,6 +52,24 @@ def test_a_hub_repository_that_cannot_be_reached_says_what_to_do(
         resolve_model("owner/name")
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_are_fetched_from_the_hub_only_where_they_are_wanted(
+    weights: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/name", weights=weights).path == tmp_path
+    (patterns,) = asked
+    assert {"*.json", "tokenizer.model"} <= set(patterns)
+    assert ("*.safetensors" in patterns) == weights
+
+
 def test_what_is_on_disk_comes_before_an_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "smollm2-135m"

@@ -49,7 +49,7 @@ def observed(params: SamplingParams) -> np.ndarray:
     rows = SamplingRows(VOCAB_SIZE)
     num_rows = 1000
     for request in range(num_rows):
-        rows.add(request, params, seed=2024, num_prompt_tokens=0)
+        rows.add(request, params, seed=2024, prompt_ids=())
     tokens = []
     for first in range(0, NUM_DRAWS, num_rows):
         batch = rows.select(tuple(range(num_rows)), range(first, first + num_rows))

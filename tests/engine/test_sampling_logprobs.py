@@ -39,8 +39,8 @@ def test_a_sampled_token_reports_the_raw_distribution():
     rows = SamplingRows(3000)
     best = int(LOGITS[1].argmax())
     params = SamplingParams(temperature=0.3, top_k=3, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=2)
-    rows.add(7, SamplingParams(), seed=0, num_prompt_tokens=3)
-    rows.add(8, params, seed=3, num_prompt_tokens=3, suppressed_ids=(best,))
+    rows.add(7, SamplingParams(), seed=0, prompt_ids=[0] * 3)
+    rows.add(8, params, seed=3, prompt_ids=[0] * 3, suppressed_ids=(best,))
     result = sample(LOGITS[:2].clone(), rows.select((7, 8), [3, 3]))
     assert list(result.logprobs()) == [8]
     reported = result.logprobs()[8]
@@ -53,7 +53,7 @@ def test_a_sampled_token_reports_the_raw_distribution():
 def test_each_request_gets_as_many_as_it_asked_for():
     rows = SamplingRows(3000)
     for request, wanted in enumerate((0, 5, None, 2)):
-        rows.add(request, SamplingParams(temperature=0.0, logprobs=wanted), seed=0, num_prompt_tokens=1)
+        rows.add(request, SamplingParams(temperature=0.0, logprobs=wanted), seed=0, prompt_ids=[0] * 1)
     found = sample(LOGITS.clone(), rows.select((0, 1, 2, 3), [1] * 4)).logprobs()
     assert {request: len(position.top) for request, position in found.items()} == {0: 0, 1: 5, 3: 2}
     assert all(position.chosen.rank == 1 for position in found.values())

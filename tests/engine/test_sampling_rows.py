@@ -20,7 +20,7 @@ def varied(request: int) -> SamplingParams:
 def fresh(requests: tuple[int, ...]) -> SamplingRows:
     rows = SamplingRows(50)
     for request in requests:
-        rows.add(request, varied(request), seed=request, num_prompt_tokens=0)
+        rows.add(request, varied(request), seed=request, prompt_ids=())
     return rows
 
 
@@ -31,7 +31,7 @@ def test_a_table_that_lived_equals_a_fresh_one():
         rows.remove(request)
     late = tuple(range(500, 530))
     for request in late:
-        rows.add(request, varied(request), seed=request, num_prompt_tokens=0)
+        rows.add(request, varied(request), seed=request, prompt_ids=())
     requests = (*late[::-1], *range(1, 2 * INITIAL_CAPACITY, 4))
     logits = torch.randn(len(requests), 50, generator=torch.Generator().manual_seed(0))
     positions = list(range(len(requests)))
@@ -56,7 +56,7 @@ def test_a_request_id_used_again_takes_the_new_parameters():
     rows = fresh((1,))
     before = rows.select((1,), [5])
     rows.remove(1)
-    rows.add(1, SamplingParams(temperature=0.0), seed=1, num_prompt_tokens=0)
+    rows.add(1, SamplingParams(temperature=0.0), seed=1, prompt_ids=())
     assert len(before.words) == 1
     assert len(rows.select((1,), [5]).words) == 0
 
@@ -64,15 +64,15 @@ def test_a_request_id_used_again_takes_the_new_parameters():
 def test_ids_outside_the_vocabulary_never_enter():
     rows = SamplingRows(50)
     with pytest.raises(ValueError, match=r"stop_token_ids\[0\] is 50"):
-        rows.add(0, SamplingParams(stop_token_ids=[50]), seed=0, num_prompt_tokens=1)
+        rows.add(0, SamplingParams(stop_token_ids=[50]), seed=0, prompt_ids=[0] * 1)
     with pytest.raises(ValueError, match=r"suppressed_ids\[1\] is 99"):
-        rows.add(0, SamplingParams(min_tokens=1), seed=0, num_prompt_tokens=1, suppressed_ids=(3, 99))
+        rows.add(0, SamplingParams(min_tokens=1), seed=0, prompt_ids=[0] * 1, suppressed_ids=(3, 99))
     assert len(rows) == 0
 
 
 def test_adding_twice_and_removing_a_stranger_are_bugs():
     rows = fresh((1,))
     with pytest.raises(AssertionError, match="request 1 is in the sampling rows already"):
-        rows.add(1, SamplingParams(), seed=0, num_prompt_tokens=0)
+        rows.add(1, SamplingParams(), seed=0, prompt_ids=())
     with pytest.raises(KeyError):
         rows.remove(2)

@@ -52,7 +52,7 @@ def rows_of(params: list[SamplingParams], vocab_size: int) -> SamplingRows:
     """Requests 0, 1, ... with prompts of 10, 11, ... tokens."""
     rows = SamplingRows(vocab_size)
     for request, one in enumerate(params):
-        rows.add(request, one, seed=one.seed or 0, num_prompt_tokens=10 + request)
+        rows.add(request, one, seed=one.seed or 0, prompt_ids=[0] * (10 + request))
     return rows
 
 
@@ -241,9 +241,9 @@ def test_min_tokens_masks_eos_and_stop_ids_until_they_may_stop():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[4], ignore_eos=True)
     stops = TokenStops.for_request(params, eos_token_ids=[5, 6])
     rows = SamplingRows(8)
-    rows.add(0, params, seed=0, num_prompt_tokens=10, suppressed_ids=stops.suppressed_ids)
-    rows.add(1, SamplingParams(temperature=0.0), seed=0, num_prompt_tokens=10)
-    rows.add(2, replace(params, temperature=1.0), seed=0, num_prompt_tokens=10, suppressed_ids=(4, 5, 6))
+    rows.add(0, params, seed=0, prompt_ids=[0] * 10, suppressed_ids=stops.suppressed_ids)
+    rows.add(1, SamplingParams(temperature=0.0), seed=0, prompt_ids=[0] * 10)
+    rows.add(2, replace(params, temperature=1.0), seed=0, prompt_ids=[0] * 10, suppressed_ids=(4, 5, 6))
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 90.0, 91.0, 92.0, -inf]]).repeat(3, 1)
     chosen = [sample(logits.clone(), rows.select((0, 1, 2), [p, p, p])).tokens.tolist() for p in (10, 11, 12)]
     assert chosen[0][:2] == chosen[1][:2] == [3, 6]
@@ -254,15 +254,15 @@ def test_min_tokens_masks_eos_and_stop_ids_until_they_may_stop():
 
 def test_suppressing_every_token_is_an_error_of_that_request():
     rows = SamplingRows(3)
-    rows.add(8, SamplingParams(min_tokens=1), seed=0, num_prompt_tokens=4, suppressed_ids=(0, 1, 2))
-    rows.add(9, SamplingParams(), seed=0, num_prompt_tokens=4)
+    rows.add(8, SamplingParams(min_tokens=1), seed=0, prompt_ids=[0] * 4, suppressed_ids=(0, 1, 2))
+    rows.add(9, SamplingParams(), seed=0, prompt_ids=[0] * 4)
     assert list(sample(torch.zeros(2, 3), rows.select((9, 8), [4, 4])).errors()) == [8]
 
 
 def test_samples_of_one_prompt_differ_and_are_reproducible():
     def tokens(sample_index: int) -> list[int]:
         rows = SamplingRows(1000)
-        rows.add(0, SamplingParams(n=2), seed=42, num_prompt_tokens=5, sample_index=sample_index)
+        rows.add(0, SamplingParams(n=2), seed=42, prompt_ids=[0] * 5, sample_index=sample_index)
         return [int(sample(torch.zeros(1, 1000), rows.select((0,), [p])).tokens) for p in range(5, 25)]
 
     assert tokens(0) == tokens(0)

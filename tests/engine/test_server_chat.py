@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from engine_models import engine_of, greedy, ids_of, run_all
 from engine_serving import run
-from server_apps import Running, running
+from server_apps import Running, running, usage_of
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -38,7 +38,7 @@ def test_whole_and_streamed_continue_what_the_template_makes() -> None:
     (choice,) = whole["choices"]
     assert choice["message"] == {"role": "assistant", "content": _expected(), "refusal": None}
     assert (choice["finish_reason"], whole["object"]) == ("length", "chat.completion")
-    assert whole["usage"] == {"prompt_tokens": len(IDS), "completion_tokens": 6, "total_tokens": len(IDS) + 6}
+    assert whole["usage"] == usage_of(len(IDS), 6)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content", "") for delta in deltas) == _expected()
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * 6
@@ -95,7 +95,8 @@ def test_the_template_is_given_what_is_asked_for() -> None:
         ({"top_logprobs": 3}, "set logprobs to true"),
         ({"logprobs": True, "top_logprobs": 21}, "ask for 0 to 20"),
         ({"tools": [{"type": "function"}]}, "this server does not have tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "no json_schema; add one"),
     ],
 )
 def test_what_cannot_be_done_is_refused(body: dict[str, Any], words: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from engine_models import engine_of, greedy, ids_of, run_all, scripted
 from engine_serving import run
-from server_apps import MODEL, Running, running, texts_of
+from server_apps import MODEL, Running, running, texts_of, usage_of
 
 PROMPT = "The moon is"
 HARD_TEXT = "👩‍👩‍👧 שלום 漢字 é! 🇫🇷"
@@ -33,7 +33,7 @@ def test_whole_and_streamed_are_the_engines_own_output(depth: int) -> None:
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected.text, "length")
     assert (choice["index"], choice["stop_reason"], choice["logprobs"]) == (0, None, None)
-    assert whole["usage"] == {"prompt_tokens": 11, "completion_tokens": 10, "total_tokens": 21}
+    assert whole["usage"] == usage_of(11, 10)
     assert (whole["object"], whole["model"]) == ("text_completion", MODEL)
     assert texts_of(chunks) == [expected.text]
     assert len(chunks) == 11, "one for each token, and the end"
@@ -89,8 +89,7 @@ def test_usage_of_a_stream_is_told_at_the_end_and_if_asked_all_along() -> None:
         return at_end, await served.stream(prompt=PROMPT, max_tokens=3, stream_options=options)
 
     at_end, all_along = _run(main)
-    usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
-    assert [chunk["usage"] for chunk in at_end] == [None] * 4 + [usage]
+    assert [chunk["usage"] for chunk in at_end] == [None] * 4 + [usage_of(11, 3)]
     assert [chunk["usage"]["completion_tokens"] for chunk in all_along] == [1, 2, 3, 3, 3]
     assert at_end[-1]["choices"] == all_along[-1]["choices"] == []
 

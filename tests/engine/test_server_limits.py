@@ -118,7 +118,9 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         served.gate.open()
         await served.at_rest()
         assert served.front.counts.ended == {"timeout": 2}
-        assert "timeout" in (await served.served.record()).requests.column("finish_reason").to_pylist()
+        assert served.front.backend.stats().counts.finished == {"timeout": 2}
+        reasons = (await served.served.record()).requests.column("finish_reason").to_pylist()
+        assert reasons == ["timeout", "timeout"], "the first of them had no token"
 
     with running(request_timeout_s=0.3) as served:
         run(main(served))
@@ -133,7 +135,7 @@ def test_a_key_opens_everything_and_nothing_but_health_opens_without() -> None:
                 for path in paths:
                     refused = await http.get(path)
                     assert _error(refused, 401)["code"] == "invalid_api_key"
-                    assert refused.headers["www-authenticate"] == "Bearer"
+                    assert refused.headers["www-authenticate"].startswith("Bearer")
                 assert (await http.post(COMPLETIONS, content=b"x" * 10**6)).status_code == 401
         for key in ("one", "two", "käse"):
             async with served.client() as http:

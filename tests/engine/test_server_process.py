@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx2
 import pytest
 from server_apps import chunks_of, save_tiny
+from server_processes import LONG, SLOW, Streaming, get, line, post, served
 
 from pagedserve.metrics.record import RunRecord
 
-ROOT = Path(__file__).resolve().parents[2]
-# The command, after something is done to the engine.
-PROGRAM = """
-import torch
-from pagedserve.cli.main import main
-
-torch.set_num_threads(1)
-{before}
-main()
-"""
 FAULT = """
 from pagedserve.engine.loop import EngineLoop
 step, count = EngineLoop.step, iter(range(1000))
@@ -40,16 +23,6 @@ def failing(self):
     return step(self)
 EngineLoop.step = failing
 """
-SLOW = """
-import time
-from pagedserve.engine.loop import EngineLoop
-step = EngineLoop.step
-def slow(self):
-    time.sleep(0.02)
-    return step(self)
-EngineLoop.step = slow
-"""
-LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,100 +30,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
-class Server:
-    """A process, what it says, and where it listens."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.lines = process, []
-        self.url = ""
-        self._listens = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-            if " on http://" in line:
-                self.url = line.split(" on ")[1].split()[0]
-                self._listens.set()
-        self._listens.set()
-
-    def wait(self) -> str:
-        """Until it listens; the start line."""
-        assert self._listens.wait(60)
-        assert self.url, self.said
-        return next(line for line in self.lines if self.url in line)
-
-    @property
-    def said(self) -> str:
-        """Everything on standard error so far."""
-        return "\n".join(self.lines)
-
-    def end(self) -> int:
-        """Wait for its end; its exit code."""
-        code = self.process.wait(60)
-        self._reader.join(10)
-        return code
-
-
-@contextmanager
-def served(model: Path, *args: object, before: str = "", **environment: str) -> Iterator[Server]:
-    command = [sys.executable, "-c", PROGRAM.format(before=before), "serve", "--model", str(model)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    options = {"cwd": ROOT, "env": environment, "text": True}
-    process = subprocess.Popen(
-        [*command, "--port", "0", *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
-    server = Server(process)
-    try:
-        yield server
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _post(url: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
-    return httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
-
-
-def _get(url: str, path: str) -> httpx2.Response:
-    return httpx2.get(f"{url}{path}", timeout=60, trust_env=False)
-
-
-class Streaming(threading.Thread):
-    """A client that reads a stream in a thread of its own; ``began`` at its first bytes."""
-
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self._url, self._body = url, body
-        self.began, self.text, self.status = threading.Event(), "", 0
-        self.start()
-
-    def run(self) -> None:
-        address = f"{self._url}/v1/completions"
-        with httpx2.stream("POST", address, json=self._body, timeout=60, trust_env=False) as response:
-            self.status = response.status_code
-            for text in response.iter_text():
-                self.text += text
-                self.began.set()
-        self.began.set()
-
-
 def test_it_serves_keeps_a_record_and_ends_well(model: Path, tmp_path: Path) -> None:
     with served(model, "--served-model-name", "small", "--policy", "mixed", "--record", tmp_path) as server:
-        line = server.wait()
-        assert line == f"serving small on {server.url} (this machine only, no API key asked for)"
-        assert _get(server.url, "/health").status_code == 200
-        whole = _post(server.url, {"prompt": "Once", "max_tokens": 5, "temperature": 0, "ignore_eos": True})
+        start_line = server.wait()
+        assert start_line == f"serving small on {server.url} (this machine only, no API key asked for)"
+        assert get(server.url, "/health").status_code == 200
+        whole = post(server.url, {"prompt": "Once", "max_tokens": 5, "temperature": 0, "ignore_eos": True})
         assert whole.json()["usage"]["completion_tokens"] == 5
         assert whole.json()["model"] == "small"
         stream = Streaming(server.url, {**LONG, "max_tokens": 5, "temperature": 0})
         stream.join(60)
         texts = [chunk["choices"][0]["text"] for chunk in chunks_of(stream.text)]
         assert "".join(texts) == whole.json()["choices"][0]["text"]
-        assert _post(server.url, {"prompt": "x", "n": 0}).status_code == 400
-        assert "vllm:generation_tokens_total" in _get(server.url, "/metrics").text
+        assert post(server.url, {"prompt": "x", "n": 0}).status_code == 400
+        assert "vllm:generation_tokens_total" in get(server.url, "/metrics").text
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0
     assert "SIGTERM: no request is open; going down" in server.said
@@ -170,8 +63,8 @@ def test_a_signal_lets_open_requests_finish_and_refuses_new_ones(model: Path, nu
         server.process.send_signal(number)
         while "no new requests" not in server.said:
             time.sleep(0.01)
-        assert _get(server.url, "/health").status_code == 503
-        assert _post(server.url, {"prompt": "x"}).json()["error"]["code"] == "shutting_down"
+        assert get(server.url, "/health").status_code == 503
+        assert post(server.url, {"prompt": "x"}).json()["error"]["code"] == "shutting_down"
         stream.join(60)
         assert chunks_of(stream.text)[-1]["choices"][0]["finish_reason"] == "length"
         assert server.end() == 0
@@ -219,19 +112,15 @@ def test_a_closed_connection_stops_the_work(model: Path) -> None:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             with socket.create_connection((host, int(port))) as connection:
                 connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                while "vllm:num_requests_running" not in (text := _get(server.url, "/metrics").text):
+                while "vllm:num_requests_running" not in (text := get(server.url, "/metrics").text):
                     pass
-                while "pagedserve:requests_open{" not in text or " 1.0" not in _line(text, "requests_open"):
-                    text = _get(server.url, "/metrics").text
-            while " 0.0" not in _line(_get(server.url, "/metrics").text, "num_requests_running"):
+                while "pagedserve:requests_open{" not in text or " 1.0" not in line(text, "requests_open"):
+                    text = get(server.url, "/metrics").text
+            while " 0.0" not in line(get(server.url, "/metrics").text, "num_requests_running"):
                 time.sleep(0.01)
-        text = _get(server.url, "/metrics").text
-        assert _line(text, 'request_success_total{engine="0",finished_reason="abort"').endswith(" 2.0")
-        assert float(_line(text, "generation_tokens_total").split()[-1]) < 500
-
-
-def _line(text: str, name: str) -> str:
-    return next((line for line in text.splitlines() if name in line and line[0] != "#"), "")
+        text = get(server.url, "/metrics").text
+        assert line(text, 'request_success_total{engine="0",finished_reason="abort"').endswith(" 2.0")
+        assert float(line(text, "generation_tokens_total").split()[-1]) < 500
 
 
 def test_keys_are_asked_for_and_never_said(model: Path, tmp_path: Path) -> None:
@@ -240,9 +129,9 @@ def test_keys_are_asked_for_and_never_said(model: Path, tmp_path: Path) -> None:
     with served(model, "--api-key-file", file, PAGEDSERVE_API_KEYS="second-secret") as server:
         assert server.wait().endswith("(this machine only, 2 API keys)")
         body = {"prompt": "x", "max_tokens": 1}
-        assert _post(server.url, body, Authorization="Bearer wrong-secret").status_code == 401
+        assert post(server.url, body, Authorization="Bearer wrong-secret").status_code == 401
         for key in ("first-secret", "second-secret"):
-            assert _post(server.url, body, Authorization=f"Bearer {key}").status_code == 200
+            assert post(server.url, body, Authorization=f"Bearer {key}").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0
     assert "secret" not in server.said
@@ -263,14 +152,14 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(
 ) -> None:
     with served(model, *args) as server:
         assert server.end() == 2
-    (line,) = server.lines
-    assert line.startswith("Error: ")
-    assert words in line
+    (told,) = server.lines
+    assert told.startswith("Error: ")
+    assert words in told
 
 
 def test_a_taken_port_is_one_line(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with served(model, "--port", taken.getsockname()[1]) as server:
             assert server.end() == 2
-        (line,) = server.lines
-    assert "Address already in use; choose another address or port" in line
+        (told,) = server.lines
+    assert "Address already in use; choose another address or port" in told

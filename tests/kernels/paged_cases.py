@@ -62,9 +62,14 @@ def make_case(
         context_lens=torch.tensor([start for _, start, _ in parts], dtype=torch.int32),
         max_query_len=int(sizes.max()),
         max_context_len=max(start for _, start, _ in parts),
+        num_decodes=_trailing_ones([stop - start for _, start, stop in parts]),
     )
     query = torch.cat([stream.query[start:stop] for stream, start, stop in parts])
     return Case(cache, batch, query, spec)
+
+
+def _trailing_ones(counts: Sequence[int]) -> int:
+    return next((i for i, count in enumerate(reversed(counts)) if count != 1), len(counts))
 
 
 def random_case(
@@ -90,6 +95,8 @@ def dense_attention(stream: Stream, spec: AttentionSpec) -> torch.Tensor:
     values = values.repeat_interleave(spec.group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", stream.query.double(), keys) / spec.head_dim**0.5
     distance = torch.arange(len(keys))[:, None] - torch.arange(len(keys))[None, :]
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     hidden = distance < 0
     if spec.sliding_window is not None:
         hidden |= distance >= spec.sliding_window

@@ -1,0 +1,111 @@
+"""A fuzz of the HTTP surface from our own OpenAPI document: no 500, no answer that the document does not have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from engine_models import assert_nothing_held
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from server_apps import MODEL, Running, running
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running() as made:
+        yield made
+        assert made.served.error is None
+        assert not made.front.open
+        while made.engine.has_work:
+            pass
+        assert_nothing_held(made.engine)
+
+
+def _examples(served: Running, mode: GenerationMode) -> st.SearchStrategy[Any]:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", served.app)
+    operations = [result.ok() for result in schema.get_all_operations()]
+    return st.one_of([operation.as_strategy(generation_mode=mode) for operation in operations])
+
+
+def _sensible(case: Any, keeps_extras: bool) -> None:
+    """Nearer to what is served: the right model, few tokens, mostly no fields that nobody knows."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    definition = case.operation.schema.raw_schema["components"]["schemas"]
+    known = {name for schema in definition.values() for name in schema.get("properties", {})}
+    if not keeps_extras:
+        for name in [name for name in body if name not in known]:
+            del body[name]
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
+    if case.operation.path in GENERATING:
+        for name in ("max_tokens", "max_completion_tokens", "n", "min_tokens"):
+            if isinstance(body.get(name), int) and not isinstance(body[name], bool):
+                body[name] = body[name] % 5
+        body.setdefault("max_tokens", 3)
+
+
+def _fuzz(served: Running, mode: GenerationMode, count: int) -> Counter[tuple[str, int]]:
+    seen: Counter[tuple[str, int]] = Counter()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=_examples(served, mode), is_sensible=st.booleans(), keeps_extras=st.booleans())
+    def run(case: Any, is_sensible: bool, keeps_extras: bool) -> None:
+        if is_sensible:
+            _sensible(case, keeps_extras)
+        response = case.call()
+        case.validate_response(response, checks=CHECKS)
+        seen[case.operation.path, response.status_code] += 1
+
+    fuzz: Callable[[], None] = run
+    fuzz()
+    assert served.served.error is None, "the engine died"
+    return seen
+
+
+def _check_reach(seen: Counter[tuple[str, int]]) -> None:
+    """A fuzz that is only ever refused shows nothing."""
+    for path in (*GENERATING, "/tokenize", "/detokenize"):
+        assert seen[path, 200], f"{path} never succeeded: {seen}"
+        assert seen[path, 400], f"{path} was never refused: {seen}"
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_no_request_makes_the_server_fail(served: Running, mode: GenerationMode) -> None:
+    """CASES H3."""
+    seen = _fuzz(served, mode, 250)
+    if mode is GenerationMode.POSITIVE:
+        _check_reach(seen)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_no_request_of_many_makes_the_server_fail(served: Running, mode: GenerationMode) -> None:
+    _check_reach(_fuzz(served, mode, 5000))
