@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PANEL = "Model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTIONS = ("auto", "cpu", "reference")
+ATTENTIONS = ("auto", "cpu", "reference", "triton")
 
 
 def _device(text: Any) -> str:
@@ -78,6 +78,17 @@ class EngineOptions:
             rich_help_panel=PANEL,
         ),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            "--tensor-parallel-size",
+            "-tp",
+            parser=whole(1),
+            metavar="N",
+            help="Processes that share the model, each with a GPU of its own, or all on the CPU.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 1
     max_model_len: Annotated[
         int | None,
         Option(

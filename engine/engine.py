@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import index
 from typing import Any, Generic
 
-from pagedserve.engine.detokenize import TokenPieces
+from pagedserve.engine.intake import Intake, RequestOptions, Vocabulary
 from pagedserve.engine.loop import EngineLoop, NoRecorder
-from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.outputs import CompletionState, Delta
 from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.runners import AnyRunner, RunnerMaker
-from pagedserve.engine.sampling.grammar import GrammarCompiler
-from pagedserve.engine.sequences import SequenceState
-from pagedserve.engine.stops import TokenStops
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.metrics.header import run_header
 from pagedserve.metrics.record import RunRecord
@@ -25,16 +17,6 @@ from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import Finished, Limits, Policy, Request, RequestRefused, RequestState, Scheduler
 
 Listener = Callable[[Delta], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What the engine needs of a tokenizer: ids, bytes of tokens, and what ends an output."""
-
-    size: int
-    eos_token_ids: frozenset[int]
-    pieces: TokenPieces
-    encode: Callable[[str], list[int]]
 
 
 class EngineDead(RuntimeError):
@@ -74,7 +56,6 @@ class Engine(Generic[AnyRunner]):
                 f"max_model_len is {limits.max_model_len}; the model has {num_positions} positions: lower it"
             )
         check_token_ids("eos_token_ids", sorted(vocabulary.eos_token_ids), vocabulary.size)
-        self.vocabulary = vocabulary
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
         self.runner = model.make_runner(
@@ -90,11 +71,7 @@ class Engine(Generic[AnyRunner]):
         self.loop.on_commit = self._committed
         self.loop.on_abort = self._end
         self.loop.on_refused = self._refused
-        self.seed = random.SystemRandom().getrandbits(32) if seed is None else seed
-        self._seeds = random.Random(self.seed)
-        self._grammars = GrammarCompiler(vocabulary.size, vocabulary.eos_token_ids, vocabulary.pieces)
-        self._next_id = 0
-        self._lock = threading.Lock()
+        self.intake = Intake(vocabulary, limits, self.runner.keys, seed)
         self._closed = False
         self._error: BaseException | None = None
         self._live: dict[int, tuple[CompletionState, Listener | None]] = {}
@@ -122,49 +99,16 @@ class Engine(Generic[AnyRunner]):
         stopped.
         """
         self._check_alive()
-        _refuse_below_one(stop_after=stop_after, predicted_output_tokens=predicted_output_tokens)
         arrival_ns = self.loop.clock()  # before the prompt is tokenised: that is time its caller waits
+        options = RequestOptions(
+            priority, tenant, deadline_ns, predicted_output_tokens, cache_salt, stop_after
+        )
         params.validate_for_vocab(self.vocabulary.size)
         self.runner.check(params)
-        ids = self._token_ids(prompt)
-        grammar = self._grammars.compile(params.structured_outputs) if params.structured_outputs else None
-        root, keys = self._prompt_keys(ids, cache_salt)
-        if params.prompt_logprobs is not None:
-            keys = None  # positions that are found in the cache have no hidden states
-        with self._lock:
-            first, self._next_id = self._next_id, self._next_id + params.n
-            seed = self._seeds.randrange(-(1 << 63), 1 << 63) if params.seed is None else params.seed
-        request = Request(
-            first,
-            arrival_ns,
-            len(ids),
-            params.max_tokens,
-            None if keys is None else tuple(keys),
-            priority,
-            tenant,
-            deadline_ns,
-            predicted_output_tokens,
-        )
-        self.limits.output_limit(request)
-        stops = TokenStops.for_request(params, self.vocabulary.eos_token_ids)
-        states: list[CompletionState] = []
-        for sample_index in range(params.n):
-            text = OutputTextState(params, self.vocabulary.pieces, prompt_ids=ids)
-            facts = replace(request, id=first + sample_index)
-            sequence = SequenceState(
-                facts,
-                params,
-                list(ids),
-                stops,
-                text,
-                seed,
-                sample_index,
-                key_root=root,
-                block_keys=list(keys or ()),
-                grammar=grammar.copy() if grammar else None,
-                stop_after=stop_after,
-            )
-            states.append(CompletionState(sequence))
+        states = [
+            CompletionState(sequence)
+            for sequence in self.intake.sequences(prompt, params, options, arrival_ns)
+        ]
         for state in states:
             self._hand_in(state, listener, due_ns)
         return states
@@ -175,20 +119,15 @@ class Engine(Generic[AnyRunner]):
         self.runner.expect(state.sequence)
         self.loop.add(request, due_ns)
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = (
-            self.vocabulary.encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
-        )
-        check_token_ids("prompt", ids, self.vocabulary.size)
-        return ids
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What it knows of the tokenizer."""
+        return self.intake.vocabulary
 
-    def _prompt_keys(self, ids: list[int], cache_salt: str | None) -> tuple[bytes, list[bytes] | None]:
-        """The root of the prompt's keys, and those of its full blocks; None without a prefix cache."""
-        if self.runner.keys is None:
-            return b"", None
-        root, keys = self.runner.keys.root(cache_salt), list[bytes]()
-        self.runner.keys.extend(keys, root, ids, len(ids) // self.limits.block_size)
-        return root, keys
+    @property
+    def seed(self) -> int:
+        """What the seeds are drawn from of requests that bring none."""
+        return self.intake.seed
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a request's end; nothing happens if it has ended."""
@@ -305,9 +244,3 @@ class Engine(Generic[AnyRunner]):
     def _tell(listener: Listener | None, delta: Delta) -> None:
         if listener is not None:
             listener(delta)
-
-
-def _refuse_below_one(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1, or None")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagedserve.engine.detokenize import TokenPieces
-from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.files import ModelFiles
@@ -44,7 +45,8 @@ class LLM:
     ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
     ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None takes
     what all sequences could use, at most 1 GiB and a third of the memory that is free. ``record`` False keeps
-    no record, which otherwise grows with every step. ``decisions`` says in words what was chosen for you.
+    no record, which otherwise grows with every step. ``tensor_parallel_size``: processes that share the model, each
+    on a GPU of its own, or all on the CPU. ``decisions`` says in words what was chosen for you.
     """
 
     def __init__(
@@ -65,22 +67,11 @@ class LLM:
         seed: int | None = None,
         progress: bool = True,
         record: bool = True,
+        tensor_parallel_size: int = 1,
     ) -> None:
         spec = policy if isinstance(policy, Policy) else policy_preset(policy)
-        if isinstance(model, LoadedModel) and (dtype, device, attention) != ("auto", "cpu", "auto"):
-            raise ValueError("the model is loaded already; give dtype, device and attention to load_model")
-        loaded = (
-            model
-            if isinstance(model, LoadedModel)
-            else load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                attention=attention,
-                max_model_len=max_model_len,
-                progress=progress,
-            )
-        )
+        how = {"dtype": dtype, "device": device, "attention": attention, "max_model_len": max_model_len}
+        loaded = _loaded(model, tensor_parallel_size, progress, **how)
         self.model = loaded.model
         self.tokenizer = load_tokenizer(loaded.files)
         if max_model_len is None:
@@ -109,7 +100,7 @@ class LLM:
         kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
         self.decisions = (
             f"{str(self.model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
-            f"attention {self.model.attention.name} on {self.model.device}",
+            f"attention {self.model.attention.name} on {self.model.device}{_over(self.model.ranks.size)}",
             f"{num_blocks} KV blocks of {block_size} tokens, {kv_mib:.0f} MiB",
             f"max_model_len {max_model_len}",
         )
@@ -184,8 +175,25 @@ class LLM:
         return self.engine.record(trace)
 
     def close(self) -> None:
-        """Stop the device thread, if there is one; see `Engine.close`."""
+        """Stop the device thread and the model's other ranks, if there are any; see `Engine.close`."""
         self.engine.close()
+        self.model.ranks.close()
+
+
+def _loaded(
+    model: str | Path | LoadedModel, tensor_parallel_size: int, progress: bool, **how: Any
+) -> LoadedModel:
+    """The model, loaded here, or as it was handed in. ValueError for options that come too late."""
+    if isinstance(model, LoadedModel):
+        asked = (how["dtype"], how["device"], how["attention"], tensor_parallel_size)
+        if asked != ("auto", "cpu", "auto", 1):
+            raise ValueError("the model is loaded already; give dtype, device and attention to load_model")
+        return model
+    if tensor_parallel_size == 1:
+        return load_model(model, **how, progress=progress)
+    from pagedserve.engine.parallel.processes import load_sharded
+
+    return load_sharded(model, tensor_parallel_size, **how, progress=progress)
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
@@ -261,5 +269,9 @@ def check_num_blocks(loaded: LoadedModel, num_blocks: int, block_size: int) -> N
         )
 
 
+def _over(num_ranks: int) -> str:
+    return "" if num_ranks == 1 else f", over {num_ranks} ranks"
+
+
 def _block_bytes(model: Model, block_size: int) -> int:
-    return model.config.kv_bytes_per_token(model.dtype.itemsize) * block_size
+    return model.local.kv_bytes_per_token(model.dtype.itemsize) * block_size

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 import pagedserve
-from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.profile_grid import GRIDS, HOST_PROMPT, HOST_STEPS, Grid, Point

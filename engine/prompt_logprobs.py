@@ -6,16 +6,19 @@ asks does not use the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pagedserve.engine.model.model import Model
 from pagedserve.engine.sampling.logprobs import PositionLogprobs, gather_logprobs
-from pagedserve.engine.sequences import SequenceState
 from pagedserve.policy import StepPlan
+
+if TYPE_CHECKING:
+    from pagedserve.engine.model.model import Model
+    from pagedserve.engine.sequences import SequenceState
 
 # Rows whose logits exist at a time: a vocabulary of 128k takes 32 MiB of float32.
 GROUP_ROWS = 64
@@ -33,13 +36,18 @@ class PromptRows:
     def logprobs(self, model: Model, hidden: Tensor, vocab_size: int) -> list[PositionLogprobs]:
         """One entry for each target, from the step's hidden states [T, D]."""
         found: list[PositionLogprobs] = []
-        for start in range(0, len(self.targets), GROUP_ROWS):
-            targets = self.targets[start : start + GROUP_ROWS]
-            first = self.first + start
-            logits = model.logits(hidden[first : first + len(targets)])[:, :vocab_size]
+        for part in self.parts():
+            targets = self.targets[part.start - self.first : part.stop - self.first]
+            logits = model.logits(hidden[part])[:, :vocab_size]
             ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
             found += gather_logprobs(logits, ids, self.num_top).positions([self.num_top] * len(targets))
         return found
+
+    def parts(self) -> Iterator[slice]:
+        """The rows of hidden states, in groups whose logits are made one after the other."""
+        end = self.first + len(self.targets)
+        for start in range(self.first, end, GROUP_ROWS):
+            yield slice(start, min(start + GROUP_ROWS, end))
 
 
 def prompt_rows(plan: StepPlan, sequences: Mapping[int, SequenceState]) -> list[PromptRows]:
@@ -48,7 +56,7 @@ def prompt_rows(plan: StepPlan, sequences: Mapping[int, SequenceState]) -> list[
     for chunk in plan.chunks:
         sequence = sequences[chunk.request]
         num_top = sequence.params.prompt_logprobs
-        if num_top is not None and not sequence.ended:
+        if num_top is not None:
             # Position p of the prompt tells of token p + 1; the first len(prompt_logprobs) positions have told.
             begin = max(chunk.start, len(sequence.prompt_logprobs))
             end = min(chunk.start + chunk.num_tokens, sequence.request.num_prompt_tokens - 1)

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from pagedserve.engine.keys import PrefixKeys
+from pagedserve.engine.layout import last_rows_of, sampled_by
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.model.model import Model
+from pagedserve.engine.parallel.ranks import NO_RANKS, Begin, Ranks, Step, Tokens, newcomers_of
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.prompt_logprobs import PromptRows, prompt_rows
 from pagedserve.engine.runners import RunnerFacts
@@ -60,12 +61,15 @@ class ModelRunner:
         overlaps: bool,
         caches_prefixes: bool,
         kv: KVCache | None = None,
+        ranks: Ranks = NO_RANKS,
     ) -> None:
-        """``kv``: a cache of the limits' size to use instead of a new one."""
+        """``kv``: a cache of the limits' size to use instead of a new one. ``ranks``: those that compute along."""
+        ranks.send(Begin(limits, reuses_cache=kv is not None))
+        self._ranks = ranks
         self.model = model
         self.kv = kv or model.make_cache(limits.num_blocks, limits.block_size)
         assert (self.kv.num_blocks, self.kv.block_size) == (limits.num_blocks, limits.block_size)
-        self.table = SequenceTable(
+        self.table = SequenceTable[SequenceState](
             limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device(model.device)
         )
         self.rows = SamplingRows(vocab_size, model.device)
@@ -107,12 +111,13 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step; see `pagedserve.engine.loop.Runner.launch`."""
+        newcomers = [self._newcomers[request.id] for request in plan.new_requests]
         for request in self.table.apply(plan, self._newcomers):
             self.rows.remove(request)
-        for request in plan.new_requests:
-            sequence = self._newcomers.pop(request.id)
+        for sequence in newcomers:
+            del self._newcomers[sequence.request.id]
             self.rows.add(
-                request.id,
+                sequence.request.id,
                 sequence.params,
                 seed=sequence.seed,
                 prompt_ids=sequence.token_ids,
@@ -121,13 +126,12 @@ class ModelRunner:
                 grammar=sequence.grammar,
             )
         batch = self.table.batch(plan)
-        lengths = [chunk.num_tokens for chunk in plan.chunks] + [1] * len(plan.decodes)
-        chunk_samples = [chunk.samples for chunk in plan.chunks]
-        keep = np.flatnonzero(np.array(chunk_samples + [True] * len(plan.decodes)))
-        last_rows = torch.from_numpy((np.cumsum(lengths) - 1)[keep])
-        sampled = (*(chunk.request for chunk in plan.chunks if chunk.samples), *plan.decodes)
+        sampled, last_rows = sampled_by(plan), last_rows_of(plan)
         choice = self.rows.select(sampled, self._positions(sampled)) if sampled else None
         prompts = prompt_rows(plan, self.table.sequences)
+        if self._ranks.size > 1:
+            told = newcomers_of(plan, [sequence.token_ids for sequence in newcomers])
+            self._ranks.send(Step(plan, told, tuple(prompts)))
         step = LaunchedState(plan, sampled, lambda: self._compute(batch, last_rows, choice, prompts))
         if self._thread is not None:
             step.future = self._thread.submit(step.run)
@@ -140,6 +144,7 @@ class ModelRunner:
         for request, found in result.prompt_logprobs.items():
             self.table.sequences[request].prompt_logprobs += found
         self.events = [] if result.sampled is None else self._take(step.sampled, result.sampled)
+        self._ranks.send(Tokens(tuple((event.request, event.token_id or 0) for event in self.events)))
         keys = filled_keys(step.plan, self.table.sequences, self.keys)
         return outcomes_of(step.sampled, self.events, keys)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pagedserve.engine.loop import Runner
 
 if TYPE_CHECKING:
-    from pagedserve.engine.engine import Vocabulary
+    from pagedserve.engine.intake import Vocabulary
     from pagedserve.engine.keys import PrefixKeys
     from pagedserve.engine.params import SamplingParams
     from pagedserve.engine.sequences import SequenceState

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -45,7 +46,31 @@ class SequenceState:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
 
-class SequenceTable:
+class Mirrored(Protocol):
+    """What the table needs of a sequence: its facts, its tokens, and a place for its seat."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    seat: int | None
+
+
+@dataclass(slots=True, eq=False)
+class MirrorState:
+    """A sequence on a rank that samples nothing."""
+
+    request: Request
+    token_ids: list[int]
+    seat: int | None = None
+
+
+AnySequence = TypeVar("AnySequence", bound=Mirrored)
+
+
+class SequenceTable(Generic[AnySequence]):
     """Seats with block tables as arrays, so that a decode batch is a gather.
 
     ``apply`` takes the plans in launch order; ``batch`` lays out the step just applied: chunks first, then
@@ -54,7 +79,7 @@ class SequenceTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.sequences: dict[int, SequenceState] = {}
+        self.sequences: dict[int, AnySequence] = {}
         self._device = device
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -64,7 +89,7 @@ class SequenceTable:
         self._decodes: tuple[int, ...] = ()
         self._decode_seats = np.zeros(0, dtype=np.int64)
 
-    def apply(self, plan: StepPlan, newcomers: Mapping[int, SequenceState]) -> list[int]:
+    def apply(self, plan: StepPlan, newcomers: Mapping[int, AnySequence]) -> list[int]:
         """Follow a plan's changes; ``newcomers`` has those of ``new_requests``. Return the departed ids."""
         for request in plan.departed:
             self._unseat(self.sequences.pop(request))
@@ -80,12 +105,12 @@ class SequenceTable:
             self._decode_seats = np.array([self.sequences[r].seat for r in plan.decodes], dtype=np.int64)
         return list(plan.departed)
 
-    def _unseat(self, sequence: SequenceState) -> None:
+    def _unseat(self, sequence: AnySequence) -> None:
         if sequence.seat is not None:
             self._free_seats.append(sequence.seat)
             sequence.seat = None
 
-    def _append(self, sequence: SequenceState, blocks: tuple[int, ...]) -> None:
+    def _append(self, sequence: AnySequence, blocks: tuple[int, ...]) -> None:
         if sequence.seat is None:
             sequence.seat = seat = self._free_seats.pop()
             self._num_blocks[seat] = 0
@@ -95,7 +120,7 @@ class SequenceTable:
         self._tables[seat, held : held + len(blocks)] = blocks
         self._num_blocks[seat] = held + len(blocks)
 
-    def append_token(self, sequence: SequenceState, token_id: int) -> None:
+    def append_token(self, sequence: AnySequence, token_id: int) -> None:
         """A token was sampled."""
         sequence.token_ids.append(token_id)
         if sequence.seat is not None:
@@ -135,6 +160,7 @@ class SequenceTable:
             context_lens=self._tensor(contexts.astype(np.int32)),
             max_query_len=int(lengths.max()),
             max_context_len=int(contexts.max()),
+            num_decodes=len(decode_seats),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -16,7 +16,7 @@ class StructuredOutputs:
     """One form that the whole output must have; names are vLLM's. The output ends where its form does.
 
     json: a JSON schema, as its text or as an object, which is kept as text. json_object: any JSON object.
-    regex: a regular expression in the syntax of Rust's ``regex``, which all of it matches. choice: one of these texts.
+    regex: a regular expression in the syntax of Rust's ``regex``, all of it to match. choice: one of these texts.
     grammar: a context-free grammar in Lark's syntax, or in llama.cpp's GBNF.
 
     ValueError unless exactly one is given, or for one that is too large.

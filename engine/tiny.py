@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagedserve.engine.detokenize import TokenPieces
-from pagedserve.engine.engine import Vocabulary
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.weights import random_weights

@@ -74,7 +74,12 @@ def greedy_tokens(logits: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tenso
         num_warps=NUM_WARPS,
     )
     join_largest_kernel[(num_rows,)](
-        tokens, peaks, partial, NUM_CHUNKS=num_chunks, PADDED_CHUNKS=next_power_of_two(num_chunks), num_warps=1
+        tokens,
+        peaks,
+        partial,
+        NUM_CHUNKS=num_chunks,
+        PADDED_CHUNKS=next_power_of_two(num_chunks),
+        num_warps=1,
     )
     return tokens, peaks
 

@@ -17,7 +17,13 @@ BLOCK = 128
 
 @triton.jit
 def noise_words_kernel(
-    words_ptr, seeds_ptr, positions_ptr, sample_indices_ptr, num_words, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
+    words_ptr,
+    seeds_ptr,
+    positions_ptr,
+    sample_indices_ptr,
+    num_words,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid (num_words / BLOCK); all pointers to int64."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

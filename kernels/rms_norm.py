@@ -10,7 +10,7 @@ once instead of twice:
     x = x + delta        in place, rounded to the row's dtype, as an addition of its own would
     out = norm(x)
 
-One program a row, which it keeps in registers: a row's sum has one order, whatever the number of rows.
+A program keeps a few rows in registers: a row's sum has one order, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pagedserve.kernels.launching import next_power_of_two
 
 MAX_SIZE = 32768
 """Numbers of a row that fit the registers of a program."""
+TILE = 2048
+"""Numbers of a program's rows, where one row is not longer."""
 
 
 @triton.jit
@@ -32,16 +34,18 @@ def rms_norm_kernel(
     delta_ptr,
     weight_ptr,
     eps,
+    num_rows,
     stride_rows,
     stride_delta,
     SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """Grid (T). rows_ptr and delta_ptr [T, SIZE] with strides between rows, weight_ptr [SIZE], out_ptr [T, SIZE]."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
+    """Grid (T / ROWS). rows_ptr, delta_ptr, out_ptr [T, SIZE], strides between rows; weight_ptr [SIZE]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (columns < SIZE)
     place = rows_ptr + row * stride_rows + columns
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
@@ -49,20 +53,21 @@ def rms_norm_kernel(
         rounded = values.to(rows_ptr.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = values * scale * weight
+    scale = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    normed = values * scale[:, None] * weight
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def choose_block(size: int) -> tuple[int, int]:
-    """Columns and warps of a program for rows of ``size`` numbers.
+def choose_tile(size: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program for rows of ``size`` numbers.
 
-    A thread has at least four columns of its own: were one shared by two threads, one of them could read a
+    A thread has sixteen numbers or more, all its own: were one shared by two threads, one of them could read a
     residual that the other has already written.
     """
-    block = max(256, next_power_of_two(size))
-    return block, max(2, min(16, block // 512))
+    block = next_power_of_two(size)
+    rows = max(1, TILE // block)
+    return rows, block, max(1, min(16, rows * block // 512))
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,9 +82,7 @@ def add_rms_norm(rows: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, 
     return _launch(rows, delta, weight, eps)
 
 
-def _launch(
-    rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _launch(rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows, size = rows.shape
     assert weight.shape == (size,), f"{tuple(weight.shape)} weights for rows of {size}"
     assert size <= MAX_SIZE, f"rows of {size} numbers; {MAX_SIZE} fit the registers"
@@ -87,16 +90,18 @@ def _launch(
     for each in (rows, added, weight):
         assert each.stride(-1) == 1, f"strides {each.stride()}: the numbers of a row must lie together"
     out = torch.empty((num_rows, size), dtype=rows.dtype, device=rows.device)
-    block, num_warps = choose_block(size)
-    rms_norm_kernel[(num_rows,)](
+    tile_rows, block, num_warps = choose_tile(size)
+    rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
         out,
         rows,
         added,
         weight,
         eps,
+        num_rows,
         rows.stride(0),
         added.stride(0),
         SIZE=size,
+        ROWS=tile_rows,
         BLOCK=block,
         HAS_DELTA=delta is not None,
         num_warps=num_warps,

@@ -26,14 +26,14 @@ from pagedserve.kernels.fp8 import float_to_e4m3
 from pagedserve.kernels.launching import next_power_of_two
 from pagedserve.kernels.rms_norm import rms_norm_twin
 
-HEADS_BLOCK_NUMBERS = 1024
-"""Numbers of a program's heads, in two halves: eight a thread."""
+TILE = 512
+"""Numbers in each half of a program's heads, of one token or of several: eight a thread for both."""
 NUM_WARPS = 4
 
 
 @triton.jit
 def _rotated(place, kept, half, cos, sin, weight_ptr, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Both halves [heads, D / 2] of rotated heads, float32; ``place`` points at their first halves."""
+    """Both halves of rotated heads, float32 [tokens, heads, D / 2]; ``place`` points at their first halves."""
     first = tl.load(place, mask=kept, other=0.0)
     second = tl.load(place + HEAD_DIM // 2, mask=kept, other=0.0)
     dtype = first.dtype
@@ -41,23 +41,23 @@ def _rotated(place, kept, half, cos, sin, weight_ptr, eps, HEAD_DIM: tl.constexp
     second = second.to(tl.float32)
     if HAS_NORM:
         inside = half < HEAD_DIM // 2
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first *= scale * tl.load(weight_ptr + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        weight = tl.load(weight_ptr + HEAD_DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-        second *= scale * weight[None, :]
+        squares = tl.sum(first * first + second * second, 2)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
+        first *= scale * tl.load(weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight_ptr + HEAD_DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
-    return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def _cached(values, scale, layer_ptr, IS_FP8: tl.constexpr):
     """What the cache holds of float32 values."""
     if IS_FP8:
-        return float_to_e4m3(tl.div_rn(values, tl.full(values.shape, 0.0, tl.float32) + scale))
+        cached = float_to_e4m3(tl.div_rn(values, tl.full(values.shape, 0.0, tl.float32) + scale))
     else:
-        return values.to(layer_ptr.dtype.element_ty)
+        cached = values.to(layer_ptr.dtype.element_ty)
+    return cached
 
 
 @triton.jit
@@ -74,35 +74,39 @@ def rope_kv_kernel(
     eps,
     key_scale,
     value_scale,
+    num_tokens,
     stride_projected,
     stride_block,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Grid (T, parts): parts of HEADS_BLOCK query heads first, then of as many KV heads.
+    """Grid (T / TOKENS, parts): parts of HEADS_BLOCK query heads first, then of as many KV heads.
 
     query_ptr [T, H, D], projected_ptr [T, H + 2 KVH, D] with a stride between tokens, cos_ptr and sin_ptr
     [positions, D / 2] float32, positions_ptr and slots_ptr [T] int64, the layer as `KVCache.layer` has it.
     """
-    token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
-    half = tl.arange(0, HALF_BLOCK)
-    inside = half < HEAD_DIM // 2
-    angle = tl.load(positions_ptr + token) * (HEAD_DIM // 2) + half
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None]
+    is_token = token < num_tokens
+    half = tl.arange(0, HALF_BLOCK)[None, None, :]
+    inside = is_token & (half < HEAD_DIM // 2)
+    angle = tl.load(positions_ptr + token, mask=is_token, other=0) * (HEAD_DIM // 2) + half
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
     source = projected_ptr + token * stride_projected
+    heads = tl.arange(0, HEADS_BLOCK)[None, :, None]
     if part < query_parts:
-        head = part * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
-        kept = (head < HEADS)[:, None] & inside[None, :]
-        place = head[:, None] * HEAD_DIM + half[None, :]
+        head = part * HEADS_BLOCK + heads
+        kept = inside & (head < HEADS)
+        place = head * HEAD_DIM + half
         first, second = _rotated(
             source + place, kept, half, cos, sin, query_norm_ptr, eps, HEAD_DIM, HAS_NORM
         )
@@ -110,38 +114,39 @@ def rope_kv_kernel(
         tl.store(out, first.to(query_ptr.dtype.element_ty), mask=kept)
         tl.store(out + HEAD_DIM // 2, second.to(query_ptr.dtype.element_ty), mask=kept)
     else:
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            head = (part - query_parts) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
-            kept = (head < KV_HEADS)[:, None] & inside[None, :]
-            keys = source + HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + half[None, :]
-            first, second = _rotated(keys, kept, half, cos, sin, key_norm_ptr, eps, HEAD_DIM, HAS_NORM)
-            row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * HEAD_DIM
-            out = layer_ptr + row + head[:, None] * (BLOCK_SIZE * HEAD_DIM) + half[None, :]
-            tl.store(out, _cached(first, key_scale, layer_ptr, IS_FP8), mask=kept)
-            tl.store(out + HEAD_DIM // 2, _cached(second, key_scale, layer_ptr, IS_FP8), mask=kept)
-            values = keys + KV_HEADS * HEAD_DIM
-            first = tl.load(values, mask=kept, other=0.0).to(tl.float32)
-            second = tl.load(values + HEAD_DIM // 2, mask=kept, other=0.0).to(tl.float32)
-            out += KV_HEADS * BLOCK_SIZE * HEAD_DIM
-            tl.store(out, _cached(first, value_scale, layer_ptr, IS_FP8), mask=kept)
-            tl.store(out + HEAD_DIM // 2, _cached(second, value_scale, layer_ptr, IS_FP8), mask=kept)
+        slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
+        head = (part - query_parts) * HEADS_BLOCK + heads
+        kept = inside & (head < KV_HEADS) & (slot >= 0)
+        keys = source + HEADS * HEAD_DIM + head * HEAD_DIM + half
+        first, second = _rotated(keys, kept, half, cos, sin, key_norm_ptr, eps, HEAD_DIM, HAS_NORM)
+        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * HEAD_DIM
+        entry = layer_ptr + row + head * (BLOCK_SIZE * HEAD_DIM) + half
+        tl.store(entry, _cached(first, key_scale, layer_ptr, IS_FP8), mask=kept)
+        tl.store(entry + HEAD_DIM // 2, _cached(second, key_scale, layer_ptr, IS_FP8), mask=kept)
+        values = keys + KV_HEADS * HEAD_DIM
+        first = tl.load(values, mask=kept, other=0.0).to(tl.float32)
+        second = tl.load(values + HEAD_DIM // 2, mask=kept, other=0.0).to(tl.float32)
+        entry += KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        tl.store(entry, _cached(first, value_scale, layer_ptr, IS_FP8), mask=kept)
+        tl.store(entry + HEAD_DIM // 2, _cached(second, value_scale, layer_ptr, IS_FP8), mask=kept)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [D] of the norms of each query head and each key head, and their epsilon."""
+class Tile:
+    """Tokens, heads and numbers of half a head in a program; ``parts``: programs for all heads of a token."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
+    tokens: int
+    heads: int
+    half: int
+    parts: int
 
 
-def choose_blocks(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Numbers of half a head, heads of a program, and programs of a token."""
+def choose_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> Tile:
+    """`TILE` numbers of each half, unless one head has more."""
     half = next_power_of_two(head_dim // 2)
-    heads = max(1, min(next_power_of_two(num_heads), HEADS_BLOCK_NUMBERS // (2 * half)))
-    return half, heads, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    heads = max(1, min(next_power_of_two(num_heads), TILE // half))
+    parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    return Tile(max(1, TILE // (half * heads)), heads, half, parts)
 
 
 def rotate_and_write(
@@ -150,38 +155,41 @@ def rotate_and_write(
     tables: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     layer: torch.Tensor,
-    norms: HeadNorms | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Return rotated queries [T, H, D] for ``projected`` [T, H + 2 KVH, D]; write keys and values to ``layer``.
 
     positions and slots: [T] int64, every position within the tables. tables: cosines and sines [positions, D / 2]
-    float32. layer: ``cache.layer(i)``, of the same dtype or bytes. scales: of keys and values, for bytes only.
+    float32. layer: ``cache.layer(i)``, of the same dtype or bytes. norms: weights [D] for query heads and for key
+    heads, with ``eps``. scales: of keys and values, for bytes only.
     """
     num_tokens, num_projected, head_dim = projected.shape
     _, _, num_kv_heads, block_size, _ = layer.shape
     num_heads = num_projected - 2 * num_kv_heads
     _check(projected, positions, tables, slots, layer, scales)
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=projected.dtype, device=projected.device)
-    half, heads, parts = choose_blocks(num_heads, num_kv_heads, head_dim)
-    rope_kv_kernel[(num_tokens, parts)](
+    tile = choose_tile(num_heads, num_kv_heads, head_dim)
+    rope_kv_kernel[(triton.cdiv(num_tokens, tile.tokens), tile.parts)](
         query,
         layer,
         projected,
         positions,
         *tables,
         slots,
-        query if norms is None else norms.query,
-        query if norms is None else norms.key,
-        0.0 if norms is None else norms.eps,
+        *((query, query) if norms is None else norms),
+        eps,
         *scales,
+        num_tokens,
         projected.stride(0),
         layer.stride(0),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HALF_BLOCK=half,
-        HEADS_BLOCK=heads,
+        TOKENS=tile.tokens,
+        HEADS_BLOCK=tile.heads,
+        HALF_BLOCK=tile.half,
         BLOCK_SIZE=block_size,
         HAS_NORM=norms is not None,
         IS_FP8=layer.dtype == torch.uint8,
@@ -228,7 +236,8 @@ def rotate_and_write_twin(
     tables: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     layer: torch.Tensor,
-    norms: HeadNorms | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """As `rotate_and_write`, by the formula, token after token."""
@@ -238,8 +247,7 @@ def rotate_and_write_twin(
     cos, sin = (table[positions].unsqueeze(1) for table in tables)
     if norms is not None:
         query, key = (
-            rms_norm_twin(heads, weight, norms.eps)
-            for heads, weight in ((query, norms.query), (key, norms.key))
+            rms_norm_twin(heads, weight, eps) for heads, weight in zip((query, key), norms, strict=True)
         )
     key, value = _rotate(key, cos, sin), value.float()
     for token, slot in enumerate(slots.tolist()):

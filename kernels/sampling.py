@@ -261,7 +261,9 @@ def choose(
     """
     num_chunks = sums[0].shape[1]
     assert num_chunks == triton.cdiv(weights.shape[1], chunk), f"{num_chunks} chunks of {chunk}"
-    assert tokens.dtype == rows.dtype == top_k.dtype == words.dtype == torch.int64, "tokens, rows, top_k, words"
+    assert tokens.dtype == rows.dtype == top_k.dtype == words.dtype == torch.int64, (
+        "tokens, rows, top_k, words"
+    )
     assert top_p.dtype == torch.float64, f"top_p is {top_p.dtype}"
     choose_kernel[(len(rows),)](
         tokens,

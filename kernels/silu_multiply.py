@@ -13,21 +13,38 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+from pagedserve.kernels.launching import next_power_of_two
+
+TILE = 1024
+"""Numbers of a program: of one row, or of several short ones."""
 NUM_WARPS = 4
 
 
 @triton.jit
-def silu_multiply_kernel(out_ptr, gate_up_ptr, stride_gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (T, SIZE / BLOCK). gate_up_ptr [T, 2 * SIZE] with a stride between rows, out_ptr [T, SIZE]."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
+def silu_multiply_kernel(
+    out_ptr,
+    gate_up_ptr,
+    num_rows,
+    stride_gate_up,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T / ROWS, SIZE / BLOCK). gate_up_ptr [T, 2 * SIZE] with a stride between rows, out_ptr [T, SIZE]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (columns < SIZE)
     place = gate_up_ptr + row * stride_gate_up + columns
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * SIZE + columns, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def choose_tile(size: int) -> tuple[int, int]:
+    """Rows and columns of a program for rows of ``size`` numbers."""
+    block = min(TILE, next_power_of_two(size))
+    return TILE // block, block
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
@@ -37,8 +54,16 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     assert gate_up.stride(1) == 1, f"strides {gate_up.stride()}: the numbers of a row must lie together"
     size = width // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    silu_multiply_kernel[(num_rows, triton.cdiv(size, BLOCK))](
-        out, gate_up, gate_up.stride(0), SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
+    rows, block = choose_tile(size)
+    silu_multiply_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(size, block))](
+        out,
+        gate_up,
+        num_rows,
+        gate_up.stride(0),
+        SIZE=size,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
     )
     return out
 

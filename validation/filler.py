@@ -14,7 +14,7 @@ from pagedserve.engine.sequences import SequenceState
 from pagedserve.traces.lengths import LengthDist
 
 if TYPE_CHECKING:
-    from pagedserve.engine.engine import Vocabulary
+    from pagedserve.engine.intake import Vocabulary
 
 WORD = re.compile(" [a-z]{2,12}")
 # What a sampler does with a model's distribution, and the value that asks for nothing.

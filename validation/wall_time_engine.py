@@ -19,7 +19,7 @@ from pagedserve.traces.lengths import LengthDist
 from pagedserve.validation.filler import Filler, check_filler_params
 
 if TYPE_CHECKING:
-    from pagedserve.engine.engine import Vocabulary
+    from pagedserve.engine.intake import Vocabulary
     from pagedserve.kernels.kv_cache import KVCache
 
 

@@ -12,6 +12,8 @@ from pagedserve.engine.model.gguf import GgufSource
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.placement import DtypeChoice, check_device, check_memory, choose_dtype
 from pagedserve.engine.model.weights import SafetensorsSource, TensorSource, check_tensors
+from pagedserve.engine.parallel.communicator import ALONE, Communicator
+from pagedserve.engine.parallel.shards import Shard, shard_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +50,31 @@ def load_model(
     max_model_len: int | None = None,
     home: Path | None = None,
     progress: bool = True,
+    shard: Shard | None = None,
+    communicator: Communicator = ALONE,
 ) -> LoadedModel:
     """Load a model by directory, GGUF file, alias or hub repository.
 
     ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases;
-    ``progress`` shows a bar while fetching. Raises a kind of ``ModelError`` that names what is wrong with the
-    model, and ``ValueError`` for an option, before memory is filled.
+    ``progress`` shows a bar while fetching; ``shard`` and ``communicator`` are `Model`'s. Raises a kind of
+    ``ModelError`` that names what is wrong with the model, and ``ValueError`` for an option, before memory is
+    filled.
     """
     check_device(device)
     files = resolve_model(name_or_path, home=home, progress=progress)
     config, source = open_weights(files)
     choice = choose_dtype(dtype, device)
     check_tensors(config, source)
-    check_memory(config, choice.dtype, device)
+    check_memory(config if shard is None else shard_config(config, shard), choice.dtype, device)
     model = Model(
-        config, source, dtype=choice.dtype, device=device, attention=attention, max_model_len=max_model_len
+        config,
+        source,
+        dtype=choice.dtype,
+        device=device,
+        attention=attention,
+        max_model_len=max_model_len,
+        shard=shard,
+        communicator=communicator,
     )
     return LoadedModel(model, files, choice)
 

@@ -17,15 +17,19 @@ import torch
 
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.model.config import ModelConfig
-from pagedserve.engine.model.layers import Linear, rms_norm, silu_and_multiply
-from pagedserve.engine.model.rope import RotaryTable, inverse_frequencies, rotate
+from pagedserve.engine.model.layers import Linear
+from pagedserve.engine.model.operations import HeadNorms, make_operations
+from pagedserve.engine.model.rope import RotaryTable, inverse_frequencies
 from pagedserve.engine.model.weights import TensorSource, check_tensors
+from pagedserve.engine.parallel.communicator import ALONE, Communicator
+from pagedserve.engine.parallel.ranks import NO_RANKS, Ranks
+from pagedserve.engine.parallel.shards import Shard, ShardedSource, shard_config
 from pagedserve.kernels.attention import AttentionBackend, AttentionSpec, make_attention
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.policy import Limits
 
 if TYPE_CHECKING:
-    from pagedserve.engine.engine import Vocabulary
+    from pagedserve.engine.intake import Vocabulary
     from pagedserve.engine.runner import ModelRunner
 
 
@@ -35,8 +39,7 @@ class Layer:
 
     input_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
@@ -48,6 +51,7 @@ class Model:
 
     __slots__ = (
         "attention",
+        "communicator",
         "config",
         "device",
         "dtype",
@@ -55,8 +59,10 @@ class Model:
         "final_norm",
         "head",
         "layers",
+        "local",
         "max_model_len",
-        "rotary",
+        "operations",
+        "ranks",
     )
 
     def __init__(
@@ -68,12 +74,15 @@ class Model:
         device: torch.device | str = "cpu",
         attention: str | AttentionBackend = "auto",
         max_model_len: int | None = None,
+        shard: Shard | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:
         """Read the weights from ``source``, tensor by tensor, converting to ``dtype``.
 
-        ``max_model_len`` bounds positions (default: the config's ``max_position_embeddings``). Raises
-        ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown
-        backend or more positions than the config has.
+        ``config`` and ``source`` are the whole model's; ``shard``: read only this rank's part, the sizes of which
+        are ``local``, and whose sums and logits ``communicator`` joins. ``max_model_len`` bounds positions
+        (default: the config's ``max_position_embeddings``). Raises ``WeightsError`` for a missing, unexpected or
+        wrongly shaped tensor, ``ValueError`` for an unknown backend or more positions than the config has.
         """
         num_positions = config.max_position_embeddings
         if max_model_len is not None and max_model_len > num_positions:
@@ -81,14 +90,20 @@ class Model:
                 f"max_model_len is {max_model_len}; the model has {num_positions} positions: lower it"
             )
         check_tensors(config, source)
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.config = self.local = config
+        if shard is not None:
+            self.local, source = shard_config(config, shard), ShardedSource(source, config, shard)
+        self.communicator = communicator
+        self.ranks: Ranks = NO_RANKS
+        config, self.dtype, self.device = self.local, dtype, torch.device(device)
         self.max_model_len = num_positions if max_model_len is None else max_model_len
         spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
         self.attention = (
             make_attention(attention, spec, self.device) if isinstance(attention, str) else attention
         )
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.rotary = RotaryTable(frequencies, self.max_model_len, self.device)
+        rotary = RotaryTable(frequencies, self.max_model_len, self.device)
+        self.operations = make_operations(self.attention.name, rotary, config.rms_norm_eps)
         self.embedding = self._tensor(source, "model.embed_tokens.weight")
         self.layers = tuple(
             self._layer(source, f"model.layers.{index}.") for index in range(config.num_layers)
@@ -109,12 +124,16 @@ class Model:
 
     def _layer(self, source: TensorSource, prefix: str) -> Layer:
         config, attn = self.config, prefix + "self_attn."
-        norm = config.head_norm
+        head_norms = None
+        if config.head_norm:
+            head_norms = (
+                self._tensor(source, attn + "q_norm.weight"),
+                self._tensor(source, attn + "k_norm.weight"),
+            )
         return Layer(
             input_norm=self._tensor(source, prefix + "input_layernorm.weight"),
             qkv=self._linear(source, attn, ("q_proj", "k_proj", "v_proj"), bias=config.qkv_bias),
-            query_norm=self._tensor(source, attn + "q_norm.weight") if norm else None,
-            key_norm=self._tensor(source, attn + "k_norm.weight") if norm else None,
+            head_norms=head_norms,
             output=self._linear(source, attn, ("o_proj",), bias=config.output_bias),
             mlp_norm=self._tensor(source, prefix + "post_attention_layernorm.weight"),
             gate_up=self._linear(source, prefix + "mlp.", ("gate_proj", "up_proj"), bias=config.mlp_bias),
@@ -123,7 +142,7 @@ class Model:
 
     def make_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a KV cache that fits this model, on its device and in its dtype."""
-        config = self.config
+        config = self.local
         return KVCache(
             config.num_layers,
             num_blocks,
@@ -146,7 +165,7 @@ class Model:
         """A runner of this model for one engine; see `pagedserve.engine.runners.RunnerMaker`."""
         from pagedserve.engine.runner import ModelRunner  # which needs this module
 
-        return ModelRunner(self, limits, vocabulary.size, overlaps, caches_prefixes, kv)
+        return ModelRunner(self, limits, vocabulary.size, overlaps, caches_prefixes, kv, self.ranks)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
@@ -155,29 +174,21 @@ class Model:
         Row t is what predicts the token after token t, and is passed to ``logits``. Within a step every layer
         writes before it attends, so tokens of one sequence see each other.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        plan = self.attention.prepare(batch, kv)
-        rows = kv.rows(batch.slot_mapping)
-        cos, sin = self.rotary.at(batch.positions)
-        hidden = torch.nn.functional.embedding(batch.token_ids, self.embedding)
-        num_rotated = config.num_heads + config.num_kv_heads
+        operations, attention, communicator = self.operations, self.attention, self.communicator
+        attended, shared = attention.prepare(batch, kv), operations.prepare(batch, kv)
+        hidden = communicator.embed(batch.token_ids, self.embedding)
+        delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            projected = layer.qkv(rms_norm(hidden, layer.input_norm, eps)).view(
-                batch.num_tokens, -1, config.head_dim
-            )
-            heads = projected[:, :num_rotated]
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query = rms_norm(heads[:, : config.num_heads], layer.query_norm, eps)
-                heads = torch.cat((query, rms_norm(heads[:, config.num_heads :], layer.key_norm, eps)), dim=1)
-            heads = rotate(heads, cos, sin)
-            projected[:, config.num_heads : num_rotated] = heads[:, config.num_heads :]
-            kv.write(index, projected[:, config.num_heads :], rows)
-            mixed = self.attention.attend(heads[:, : config.num_heads], kv.layer(index), plan)
-            hidden = hidden.add_(layer.output(mixed.view(batch.num_tokens, -1)))
-            hidden.add_(layer.down(silu_and_multiply(layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps)))))
-        return hidden
+            normed = operations.norm(hidden, layer.input_norm, delta)
+            projected = layer.qkv(normed).view(batch.num_tokens, -1, self.config.head_dim)
+            query = operations.rotate_and_write(projected, layer.head_norms, kv, index, shared)
+            mixed = attention.attend(query, kv.layer(index), attended)
+            delta = communicator.sum(layer.output(mixed.view(batch.num_tokens, -1)))
+            normed = operations.norm(hidden, layer.mlp_norm, delta)
+            delta = communicator.sum(layer.down(operations.gate(layer.gate_up(normed))))
+        return hidden if delta is None else hidden.add_(delta)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [R, vocab_size] for the rows [R, hidden_size] of ``forward`` to sample."""
-        return self.head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
+        return self.communicator.gather(self.head(self.operations.norm(hidden, self.final_norm))).float()

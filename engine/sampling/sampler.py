@@ -9,8 +9,10 @@ Nothing sums floats across a row or anything across rows, so a row's token is th
 in any batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from math import inf, isnan
 
 import torch
@@ -75,17 +77,32 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     raw = logits[layout.logprob_rows] if wants_logprobs else None  # a copy, taken before anything is masked
     if batch.adjustments is not None:
         batch.adjustments.apply(logits)
-    peaks = logits.amax(dim=-1)
-    broken = ~torch.isfinite(peaks)
-    # Where asking would not mean waiting for a device, the common case is spared the work.
-    if logits.device.type != "cpu" or broken.any():
-        logits.masked_fill_(broken.unsqueeze(-1), 0.0)
-    tokens = _choose(logits, peaks.masked_fill(broken, 0.0), batch)
+    tokens, peaks = _chooser(logits.device.type)(logits, batch)
     logprob_batch = None
     if raw is not None:
         logprob_batch = gather_logprobs(raw, tokens[layout.logprob_rows], max(layout.num_top_logprobs))
     failures = {} if batch.adjustments is None else batch.adjustments.failures
     return SampledTokens(layout, tokens, peaks, logprob_batch, failures)
+
+
+@cache
+def _chooser(device_type: str) -> Callable[[Tensor, SamplingBatch], tuple[Tensor, Tensor]]:
+    """How tokens are chosen on a kind of device: by our kernels where they run."""
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from pagedserve.engine.sampling.kernel_choice import choose_by_kernels
+
+        return choose_by_kernels
+    return choose_in_torch
+
+
+def choose_in_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Return tokens int64 [R] and peaks float32 [R], each row's largest of ``logits`` [R, V], on any device."""
+    peaks = logits.amax(dim=-1)
+    broken = ~torch.isfinite(peaks)
+    # Where asking would not mean waiting for a device, the common case is spared the work.
+    if logits.device.type != "cpu" or broken.any():
+        logits.masked_fill_(broken.unsqueeze(-1), 0.0)
+    return _choose(logits, peaks.masked_fill(broken, 0.0), batch), peaks
 
 
 def _choose(logits: Tensor, peaks: Tensor, batch: SamplingBatch) -> Tensor:

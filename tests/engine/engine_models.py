@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pagedserve.engine import runner
 from pagedserve.engine.detokenize import TokenPieces
-from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.weights import random_weights

@@ -84,13 +84,13 @@ def test_a1_leaving_before_a_long_prompt_is_taken_in() -> None:
         with pytest.raises(asyncio.CancelledError):
             await slow
         go_on.set()
-        while served.engine._next_id < 2:
+        while served.engine.intake._next_id < 2:
             await asyncio.sleep(0.001)
         await quiet(served.engine)
         assert served.engine.record().requests.column("finish_reason").to_pylist() == ["length", "abort"]
 
     with serving() as served:
-        served.engine.vocabulary = replace(vocabulary(), encode=encode)
+        served.engine.intake.vocabulary = replace(vocabulary(), encode=encode)
         run(main(served))
 
 

@@ -64,7 +64,7 @@ def live_run(
         for text in prompts(20, 50 + seed % 2):
             engine.submit(text, random_params(rng), stop_after=rng.choice([None, None, 6]))
             if rng.random() < 0.25:
-                engine.abort(rng.randrange(engine._next_id + 1), rng.choice(["abort", "timeout"]))
+                engine.abort(rng.randrange(engine.intake._next_id + 1), rng.choice(["abort", "timeout"]))
             while rng.random() < 0.6:
                 engine.step()
         while engine.has_work:
@@ -116,7 +116,7 @@ def test_identical_with_stop_strings_across_blocks(depth: int) -> None:
     texts = ["x" * size + "STOP and more" for size in range(9)]
     with engine_of(spec, small_limits(num_blocks=40), depth=depth) as engine:
         for turn in range(2):
-            first = engine._next_id
+            first = engine.intake._next_id
             with scripted(engine, lambda request, first=first: ids_of(texts[request - first])):
                 for text in texts:
                     engine.submit("Go on: " + text[: 6 * turn], greedy(20, stop="STOP"))

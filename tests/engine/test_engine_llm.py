@@ -260,7 +260,7 @@ def test_an_interrupt_while_prompts_are_taken_in_leaves_none_behind(llm: LLM) ->
             raise KeyboardInterrupt
         return ids_of(text)
 
-    llm.engine.vocabulary = replace(llm.engine.vocabulary, encode=interrupted)
+    llm.engine.intake.vocabulary = replace(llm.engine.vocabulary, encode=interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["one", "two", "three"], GREEDY)
     assert not llm.engine.has_work

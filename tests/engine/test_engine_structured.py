@@ -22,7 +22,7 @@ from engine_models import (
 )
 from engine_rules import PreemptAtRandom
 
-from pagedserve.engine.engine import Vocabulary
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.sampling.grammar import GrammarCompiler, GrammarError, num_words
 from pagedserve.engine.structured_outputs import StructuredOutputs

@@ -10,7 +10,7 @@ import pytest
 from wall_time_runs import EOS, greedy, run_to_the_end, vocabulary, wall_engine
 
 from pagedserve.engine.detokenize import TokenPieces
-from pagedserve.engine.engine import Vocabulary
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.outputs import Completion
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.structured_outputs import StructuredOutputs
@@ -135,7 +135,9 @@ def test_lengths_need_an_eos() -> None:
 def test_what_needs_a_distribution_is_refused_by_name(options: dict[str, Any]) -> None:
     (name,) = options
     with wall_engine(ConstantCost(MS)) as (engine, _):
-        with pytest.raises(ValueError, match=f"^{name}.* is set, but the simulated engine makes filler tokens"):
+        with pytest.raises(
+            ValueError, match=f"^{name}.* is set, but the simulated engine makes filler tokens"
+        ):
             engine.submit([1], greedy(3, **options))
         assert not engine.has_work
     check_filler_params(SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=3, n=2))

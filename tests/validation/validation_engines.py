@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 
-from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.profile_grid import Grid
 from pagedserve.engine.profiler import profile_engine

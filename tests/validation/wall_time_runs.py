@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from pagedserve.engine.engine import Engine, Vocabulary
+from pagedserve.engine.engine import Engine
+from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.tiny import tiny_model
 from pagedserve.policy import Limits, Policy, policy
