@@ -21,7 +21,7 @@ from pagedserve.cli.run_options import (
     MaxNumSeqs,
     OverlapDepth,
 )
-from pagedserve.cli.values import one_of, whole
+from pagedserve.cli.values import one_of, real, whole
 from pagedserve.policy import Limits, Policy, policy_names
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class EngineOptions:
             rich_help_panel=PANEL,
         ),
     ] = 1
+    enforce_eager: Annotated[
+        bool, Option("--enforce-eager", help="Record no CUDA graphs.", rich_help_panel=PANEL)
+    ] = False
     max_model_len: Annotated[
         int | None,
         Option(
@@ -112,6 +115,15 @@ class EngineOptions:
             rich_help_panel=LIMITS_PANEL,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Option(
+            parser=real(0, above=True, high=1),
+            metavar="SHARE",
+            help="Share of a GPU's memory to take; what weights and a step leave becomes KV blocks. Default: 0.9.",
+            rich_help_panel=LIMITS_PANEL,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Refuse limits that contradict each other, before a model is loaded."""
@@ -120,7 +132,8 @@ class EngineOptions:
     def start(self, spec: Policy | None = None, overlap_depth: int = 0, *, is_quiet: bool = False) -> LLM:
         """Load the model, make its engine and settle the heap. ValueError says what does not exist, work or fit."""
         from pagedserve.engine.heap import settle_heap
-        from pagedserve.engine.llm import LLM, PoolTooLarge
+        from pagedserve.engine.kv_memory import PoolTooLarge
+        from pagedserve.engine.llm import LLM
 
         more: dict[str, Any] = {} if spec is None else {"policy": spec}
         given = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -240,7 +240,8 @@ def serve(
 def _started(engine: EngineOptions, overlap_depth: int, spec: Policy, record: bool) -> LLM:
     """As `EngineOptions.start`, and without a record unless one is wanted: it grows for as long as it is kept."""
     from pagedserve.engine.heap import settle_heap
-    from pagedserve.engine.llm import LLM, PoolTooLarge
+    from pagedserve.engine.kv_memory import PoolTooLarge
+    from pagedserve.engine.llm import LLM
 
     given = {field.name: getattr(engine, field.name) for field in fields(engine)}
     try:

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from pagedserve.validation.wall_time_llm import WallTimeLLM
 
 PANEL = "Simulated engine (with --engine simulated)"
-COMPUTING = ("dtype", "device", "attention", "tensor_parallel_size")
+COMPUTING = (
+    "dtype",
+    "device",
+    "attention",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enforce_eager",
+)
 # Who wakes at the end of a step needs the interpreter's lock, and by default another thread may keep it for 5 ms:
 # longer than a GPU's step.
 SWITCH_S = 0.0005

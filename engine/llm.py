@@ -5,34 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine
+from pagedserve.engine.graphs import make_graphs
 from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
+from pagedserve.engine.kv_memory import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    block_bytes_of,
+    check_num_blocks,
+    default_num_blocks,
+    measure_device,
+)
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.files import ModelFiles
 from pagedserve.engine.model.load import LoadedModel, load_model
 from pagedserve.engine.model.model import Model
-from pagedserve.engine.model.placement import available_bytes
 from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
 from pagedserve.engine.outputs import Completion, CompletionState
 from pagedserve.engine.params import SamplingParams
+from pagedserve.engine.runner import ModelRunner
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import IllegalPlan, Limits, Policy
 from pagedserve.policy import policy as policy_preset
 
-KV_SHARE_OF_MEMORY = 0.3
-GIB = 1 << 30
-DEFAULT_KV_BYTES = GIB
 DEFAULT_MAX_MODEL_LEN = 4096
-
-
-class PoolTooLarge(ValueError):
-    """The KV blocks asked for by ``num_blocks`` need more memory than is free."""
 
 
 class _Stuck(IllegalPlan):
@@ -43,10 +45,12 @@ class LLM:
     """Loads a model and generates with any policy.
 
     ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
-    ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None takes
-    what all sequences could use, at most 1 GiB and a third of the memory that is free. ``record`` False keeps
-    no record, which otherwise grows with every step. ``tensor_parallel_size``: processes that share the model, each
-    on a GPU of its own, or all on the CPU. ``decisions`` says in words what was chosen for you.
+    ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None: on a CPU
+    what all sequences could use, at most 1 GiB and a third of the memory that is free; on a GPU what weights and
+    a step leave of ``gpu_memory_utilization``, its share that is taken (0.9). ``tensor_parallel_size``: processes
+    that share the model, each on a GPU of its own, or all on the CPU. ``enforce_eager``: no CUDA graphs.
+    ``record`` False keeps no record, which otherwise grows with every step. ``decisions`` says in words what was
+    chosen for you.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class LLM:
         progress: bool = True,
         record: bool = True,
         tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         spec = policy if isinstance(policy, Policy) else policy_preset(policy)
         how = {"dtype": dtype, "device": device, "attention": attention, "max_model_len": max_model_len}
@@ -76,18 +82,15 @@ class LLM:
         self.tokenizer = load_tokenizer(loaded.files)
         if max_model_len is None:
             max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
-        if num_blocks is None:
-            num_blocks = default_num_blocks(loaded, max_model_len, max_num_seqs, block_size)
-        else:
-            check_num_blocks(loaded, num_blocks, block_size)
         limits = Limits(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=num_blocks,
             max_num_queued_reqs=max_num_queued_reqs,
         )
+        num_blocks, why = _num_blocks(self.model, limits, num_blocks, gpu_memory_utilization)
+        limits = replace(limits, num_blocks=num_blocks)
         self.engine = Engine(
             self.model,
             vocabulary_of(loaded, self.tokenizer),
@@ -98,11 +101,13 @@ class LLM:
             record=record,
         )
         kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
+        graphs = _record_graphs(self.engine, enforce_eager, progress)
         self.decisions = (
             f"{str(self.model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
             f"attention {self.model.attention.name} on {self.model.device}{_over(self.model.ranks.size)}",
-            f"{num_blocks} KV blocks of {block_size} tokens, {kv_mib:.0f} MiB",
+            f"{num_blocks} KV blocks of {block_size} tokens, {kv_mib:.0f} MiB{why}",
             f"max_model_len {max_model_len}",
+            *graphs,
         )
 
     def generate(
@@ -196,6 +201,44 @@ def _loaded(
     return load_sharded(model, tensor_parallel_size, **how, progress=progress)
 
 
+def _num_blocks(
+    model: Model, limits: Limits, asked: int | None, utilization: float | None
+) -> tuple[int, str]:
+    """KV blocks, as asked for or as many as are good, and where the number comes from."""
+    if utilization is not None and (model.device.type != "cuda" or asked is not None):
+        beside = "num_blocks, which says the number" if asked is not None else f"device {model.device}"
+        raise ValueError(f"gpu_memory_utilization is {utilization:g} beside {beside}: leave one of them out")
+    if asked is not None:
+        check_num_blocks(model, asked, limits.block_size)
+        return asked, ""
+    if model.device.type != "cuda":
+        sizes = (limits.max_model_len, limits.max_num_seqs, limits.block_size)
+        return default_num_blocks(model, *sizes), ""
+    share = DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization
+    memory = measure_device(model, limits)
+    needed = -(-limits.max_model_len // limits.block_size)
+    block_bytes = block_bytes_of(model, limits.block_size)
+    return memory.num_blocks(share, block_bytes, needed), f": {share:g} of {memory}"
+
+
+def _record_graphs(engine: Engine[ModelRunner], enforce_eager: bool, progress: bool) -> tuple[str, ...]:
+    """Record decode steps where the device can; what was done, in words. ValueError if it could not anyway."""
+    runner, limits = engine.runner, engine.limits
+    graphs = make_graphs(runner.model, runner.kv, limits.max_num_seqs, limits.max_model_len)
+    if enforce_eager and graphs is None:
+        raise ValueError("enforce_eager is true, and there would be no CUDA graphs here anyway: leave it out")
+    if enforce_eager or graphs is None:
+        return ()
+    with progress_bar(len(graphs.sizes), "recording graphs") if progress else nullcontext() as advance:
+        left = len(graphs.sizes)
+        for _ in graphs.record():
+            left -= 1
+            if advance is not None:
+                advance(left)
+    runner.graphs = graphs
+    return (f"CUDA graphs for decode batches of up to {graphs.sizes[-1]}",)
+
+
 def as_prompts(prompts: Any) -> list[str | list[int]]:
     """One prompt or many, each text or ids, as a list of prompts. ValueError names what is neither."""
     if isinstance(prompts, str):
@@ -231,47 +274,15 @@ def make_vocabulary(config: ModelConfig, files: ModelFiles, tokenizer: Any) -> V
 
 
 @contextmanager
-def progress_bar(num_requests: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the screen; call what it gives with the number of requests that have not ended."""
+def progress_bar(count: int, words: str = "generating") -> Iterator[Callable[[int], None]]:
+    """A bar on the screen; call what it gives with the number of things that have not ended."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(words), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:
-        task = bar.add_task("generating", total=num_requests)
-        yield lambda num_live: bar.update(task, completed=num_requests - num_live)
-
-
-def default_num_blocks(loaded: LoadedModel, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
-    """Blocks for ``max_num_seqs`` sequences of full length, within ``DEFAULT_KV_BYTES`` and the free memory.
-
-    One sequence of full length always gets its blocks, if they fit a third of the free memory.
-    """
-    one = -(-max_model_len // block_size)
-    block_bytes = _block_bytes(loaded.model, block_size)
-    wanted = min(max_num_seqs * one, max(one, DEFAULT_KV_BYTES // block_bytes))
-    free = available_bytes(loaded.model.device)
-    if free is None:
-        return wanted
-    fits = int(free * KV_SHARE_OF_MEMORY) // block_bytes
-    if fits < 1:
-        raise ValueError(f"{free:,} bytes are free and one KV block takes {block_bytes:,}: free some memory")
-    return min(wanted, fits)
-
-
-def check_num_blocks(loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
-    """Raise `PoolTooLarge` if the free memory does not hold so many KV blocks."""
-    block_bytes, free = _block_bytes(loaded.model, block_size), available_bytes(loaded.model.device)
-    if free is not None and num_blocks * block_bytes > free:
-        raise PoolTooLarge(
-            f"num_blocks {num_blocks}: so many KV blocks of {block_size} tokens need "
-            f"{num_blocks * block_bytes / GIB:,.2f} GiB and {free / GIB:,.2f} GiB are free: at most "
-            f"{free // block_bytes} would fit; leave it out for a good number"
-        )
+        task = bar.add_task(words, total=count)
+        yield lambda num_left: bar.update(task, completed=count - num_left)
 
 
 def _over(num_ranks: int) -> str:
     return "" if num_ranks == 1 else f", over {num_ranks} ranks"
-
-
-def _block_bytes(model: Model, block_size: int) -> int:
-    return model.local.kv_bytes_per_token(model.dtype.itemsize) * block_size

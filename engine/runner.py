@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagedserve.engine.graphs import DecodeGraphs
 from pagedserve.engine.keys import PrefixKeys
 from pagedserve.engine.layout import last_rows_of, sampled_by
 from pagedserve.engine.model.batch import ForwardBatch
@@ -75,6 +76,8 @@ class ModelRunner:
         self.rows = SamplingRows(vocab_size, model.device)
         self.keys = PrefixKeys(limits.block_size) if caches_prefixes else None
         self.events: list[TokenEvent] = []
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode steps, if there are any; used wherever one is large enough."""
         self._newcomers: dict[int, SequenceState] = {}
         self._launched: deque[LaunchedState] = deque()
         self._thread = ThreadPoolExecutor(1, "pagedserve-device") if overlaps else None
@@ -159,6 +162,11 @@ class ModelRunner:
         choice: SamplingBatch | None,
         prompts: Sequence[PromptRows],
     ) -> StepResult:
+        is_decode = batch.num_decodes == batch.num_sequences
+        logits = self.graphs.logits(batch) if self.graphs is not None and is_decode else None
+        if logits is not None and choice is not None:
+            with torch.inference_mode():
+                return StepResult(sample(logits, choice), {})
         hidden = self.model.forward(batch, self.kv)
         with torch.inference_mode():
             found = {

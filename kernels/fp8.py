@@ -21,7 +21,8 @@ def e4m3_to_float(bits):
     subnormal = magnitude.to(tl.float32) * 0.001953125  # 2^-9
     value = tl.where(magnitude < 8, subnormal, normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where(wide >= 128, -value, value)
+    # By its bit: some versions of Triton negate by taking from zero, which loses the sign of a zero.
+    return (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -6,6 +6,9 @@ A peak is NaN where the row holds any NaN; the token then is the first of those.
 sorts like the logit and, of equals, against the id: so chunks of a row are maxima of their own, in any order.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch

@@ -6,6 +6,9 @@ The same integers as `pagedserve.engine.sampling.philox`, which is its twin, in 
 on the device already. On the host's side the twin takes a few microseconds, and is what the sampler uses.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

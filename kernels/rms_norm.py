@@ -13,6 +13,9 @@ once instead of twice:
 A program keeps a few rows in registers: a row's sum has one order, whatever the number of rows.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -14,6 +14,9 @@ dtype. All is float32 inside. A cache of bytes holds e4m3 of key / key_scale and
 Offsets into the cache are 64 bits: a block's number times its size passes 2^31 in caches of ordinary size.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -16,16 +16,19 @@ traffic and a scratch of its size; other widths than two-way were reckoned and g
 the cache and not for arithmetic.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 8192
+CHUNK = 4096
 """Columns of a program and of one turn of a loop."""
 WEIGH_WARPS = 8
-CHOOSE_WARPS = 16
+CHOOSE_WARPS = 8
 MAX_VOCAB = 2**22
 """So many weights of 2^40 sum to less than 2^63."""
 _ONE = tl.constexpr(2.0**40)  # the peak's own weight
@@ -82,7 +85,15 @@ def _weight(bits):
 
 
 @triton.jit
-def _find_floor(weights_ptr, num_tokens, low, need, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
+def _find_floor(
+    weights_ptr,
+    num_tokens,
+    low,
+    need,
+    BY_MASS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Bits of the largest weight so that it and those above hold ``need``, and what those above it hold.
 
     What is held is their number or their sum. All at ``low`` and above must hold ``need`` >= 1.
@@ -95,8 +106,8 @@ def _find_floor(weights_ptr, num_tokens, low, need, BY_MASS: tl.constexpr, CHUNK
         held = tl.zeros([CHUNK], tl.int64 if BY_MASS else tl.int32)
         next_up = tl.full([CHUNK], _PEAK_BITS, tl.int32)
         next_down = tl.zeros([CHUNK], tl.int32)
-        for start in range(0, num_tokens, CHUNK):
-            ids = start + columns
+        for chunk in range(NUM_CHUNKS):
+            ids = chunk * CHUNK + columns
             bits = _bits(weights_ptr + ids, ids < num_tokens)
             is_up = bits >= pivot
             if BY_MASS:
@@ -115,12 +126,12 @@ def _find_floor(weights_ptr, num_tokens, low, need, BY_MASS: tl.constexpr, CHUNK
 
 
 @triton.jit
-def _mass_above(weights_ptr, num_tokens, floor, CHUNK: tl.constexpr):
+def _mass_above(weights_ptr, num_tokens, floor, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Sum of the weights above the floor."""
     columns = tl.arange(0, CHUNK)
     held = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, num_tokens, CHUNK):
-        ids = start + columns
+    for chunk in range(NUM_CHUNKS):
+        ids = chunk * CHUNK + columns
         bits = _bits(weights_ptr + ids, ids < num_tokens)
         held += tl.where(bits > floor, _weight(bits), 0)
     return tl.sum(held, 0)
@@ -182,12 +193,12 @@ def choose_kernel(
     floor = tl.full([], _LEAST_BITS, tl.int32)
     quota = count
     if top_k < count:
-        floor, above = _find_floor(weights_ptr, num_tokens, floor, top_k, False, CHUNK)
+        floor, above = _find_floor(weights_ptr, num_tokens, floor, top_k, False, NUM_CHUNKS, CHUNK)
         quota = top_k - above
-        mass = _mass_above(weights_ptr, num_tokens, floor, CHUNK) + quota * _weight(floor)
+        mass = _mass_above(weights_ptr, num_tokens, floor, NUM_CHUNKS, CHUNK) + quota * _weight(floor)
     if top_p < 1.0:
         limit = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
-        floor, above = _find_floor(weights_ptr, num_tokens, floor, limit, True, CHUNK)
+        floor, above = _find_floor(weights_ptr, num_tokens, floor, limit, True, NUM_CHUNKS, CHUNK)
         quota = (limit - above + _weight(floor) - 1) // _weight(floor)
         mass = above + quota * _weight(floor)
     # floor(mass * word / 2^32) in 63 bits, as `fixed_point.scaled_target`.

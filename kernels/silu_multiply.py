@@ -7,6 +7,9 @@ Per token t and column j of n:
 float32 inside; silu is rounded to the dtype before the product, as two operations of torch would.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

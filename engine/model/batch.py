@@ -67,4 +67,5 @@ def make_batch(
         context_lens=torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32, device=device),
         max_query_len=max((len(chunk.token_ids) for chunk in chunks), default=0),
         max_context_len=max((chunk.start for chunk in chunks), default=0),
+        num_decodes=next((i for i, c in enumerate(reversed(chunks)) if len(c.token_ids) > 1), len(chunks)),
     )

@@ -27,6 +27,13 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Largest:
+    """Run the largest step that these limits allow, along with rank 0, which measures it."""
+
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A step to compute: the same delta that rank 0 has, and the rows whose logits rank 0 asks for."""
 
@@ -42,7 +49,7 @@ class Tokens:
     chosen: tuple[tuple[int, int], ...]
 
 
-Message = Begin | Step | Tokens
+Message = Begin | Largest | Step | Tokens
 
 
 class Ranks(Protocol):

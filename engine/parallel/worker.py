@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedserve.engine.largest_step import largest_step
 from pagedserve.engine.layout import last_rows_of, sampled_by
 from pagedserve.engine.model.model import Model
-from pagedserve.engine.parallel.ranks import Begin, Message, Step, Tokens
+from pagedserve.engine.parallel.ranks import Begin, Largest, Message, Step, Tokens
 from pagedserve.engine.sequences import MirrorState, SequenceTable
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.policy import Limits
@@ -30,6 +31,8 @@ class Worker:
         """Do what a message says."""
         if isinstance(message, Begin):
             self._begin(message)
+        elif isinstance(message, Largest):
+            largest_step(self._model, message.limits)
         elif isinstance(message, Step):
             self._step(message)
         else:

@@ -66,12 +66,15 @@ class LiveFeed:
         self._is_closed = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, until `close`. Raises `ApiError` 503 at once if there are listeners enough."""
-        self._join()
+        """Server-sent events, until `close` or a look that fails.
+
+        Raises `ApiError` 503 before the first if there are listeners enough.
+        """
+        ticker = self._join()
         try:
             yield self._hello()
             seen: int | None = None
-            while not self._is_closed:
+            while not self._is_closed and self._ticker is ticker:
                 fresh, frame = self._fresh, self._frame
                 if frame is not None and frame.number != seen:
                     yield frame.event(seen)
@@ -89,7 +92,7 @@ class LiveFeed:
         self._is_closed = True
         self._wake()
 
-    def _join(self) -> None:
+    def _join(self) -> asyncio.Task[None]:
         if self._is_closed:
             raise ApiError(
                 503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S
@@ -100,13 +103,19 @@ class LiveFeed:
         self.num_listeners += 1
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._look_on())
+        return self._ticker
 
     def _leave(self) -> None:
         self.num_listeners -= 1
         if not self.num_listeners and self._ticker is not None:
             self._ticker.cancel()
-            self._ticker = self._frame = None
-            self._pulse.pause()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Look no more, until somebody joins."""
+        self._ticker = self._frame = None
+        self._pulse.pause()
+        self._wake()
 
     def _wake(self) -> None:
         fresh, self._fresh = self._fresh, asyncio.Event()
@@ -123,7 +132,7 @@ class LiveFeed:
                 await asyncio.sleep(BUSY_S if view.running or view.num_waiting else IDLE_S)
         except Exception as error:
             logger.error("the live page's look at the engine failed", exc_info=error)
-            self.close()
+            self._rest()
 
     def _hello(self) -> bytes:
         front, facts = self._front, self._front.backend.facts

@@ -68,7 +68,9 @@ async def events(request: Request) -> Response:
     """What the page shows, as it changes."""
     if request.headers.get("sec-fetch-site") == "cross-site":
         # It could not read them, but it could take the places of those who may.
-        raise ApiError(403, "another site's page may not watch this server; open its own page", code="cross_site")
+        raise ApiError(
+            403, "another site's page may not watch this server; open its own page", code="cross_site"
+        )
     feed: LiveFeed = request.app.state.live
     return EventsResponse(feed, request.app.state.front.settings.send_timeout_s)
 

@@ -16,6 +16,9 @@ PAUSE_S = 0.2
 """How long a client that is turned away stays away."""
 LEFT, NO_HTTP = "left", "no http"
 SHARED = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+# Few enough texts: the tokenizer keeps the last 10,000 words it has seen, of this one a text is a single word,
+# and memory would grow until there are as many.
+_ENDINGS = ["".join(random.Random(i).choices("abcdef ", k=i + 1)) for i in range(12)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def _malformed(rng: random.Random) -> Plan:
 
 
 def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    text = SHARED[: rng.randrange(len(SHARED))] + "".join(rng.choices("abcdef ", k=rng.randrange(1, 40)))
+    text = SHARED[: rng.randrange(len(SHARED))] + rng.choice(_ENDINGS)
     body: dict[str, Any] = {
         "max_tokens": rng.randrange(1, 30),
         "temperature": rng.choice([0, 1]),

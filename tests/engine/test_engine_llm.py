@@ -14,7 +14,8 @@ from engine_models import EOS, NUM_TOKENS, assert_drained, hf_greedy, hf_model, 
 
 from pagedserve.engine.engine import EngineDead
 from pagedserve.engine.interrupts import InterruptsState
-from pagedserve.engine.llm import LLM, PoolTooLarge
+from pagedserve.engine.kv_memory import PoolTooLarge
+from pagedserve.engine.llm import LLM
 from pagedserve.engine.model.load import load_model
 from pagedserve.engine.params import SamplingParams
 from pagedserve.policy import IllegalPlan, Policy, RequestRefused, Step

@@ -7,6 +7,7 @@ import torch
 from engine_models import engine_of, greedy, hf_config, ids_of, prompts, run_all, small_limits, tiny_model
 from engine_rules import PreemptAt
 
+from pagedserve.engine.model.batch import SequenceChunk, make_batch
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.kernel_operations import KernelOperations
 from pagedserve.engine.model.model import Model
@@ -30,20 +31,52 @@ def triton_model(kind: str) -> Model:
 def outputs(model: Model, spec: Policy, texts: list[tuple[int, ...]], depth: int) -> list[tuple[int, ...]]:
     limits = small_limits(max_num_batched_tokens=24, max_num_seqs=4, num_blocks=40)
     with engine_of(spec, limits, model=model, depth=depth) as engine:
+        engine.runner.kv.data[:, : limits.num_blocks] = float(
+            "nan"
+        )  # what no token was written to is not read
         completions = run_all(engine, texts, greedy(NUM_TOKENS))
-        assert engine.scheduler.num_preemptions >= 1
+        assert engine.scheduler.num_preemptions == 1
+        steps = engine.record().steps
+        assert sum(steps["num_prefix_hit_tokens"].to_pylist()) > 0
+        both = zip(
+            steps["num_prefill_tokens"].to_pylist(), steps["num_decode_tokens"].to_pylist(), strict=True
+        )
+        assert any(prefill and decode for prefill, decode in both)
         return [completion.token_ids for completion in completions]
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("llama", 0), ("qwen3", 1), ("mistral", 1)])
 def test_greedy_output_equals_the_reference(kind: str, depth: int) -> None:
     """Chunks beside decodes, a preempted request, and prompts that share cached blocks."""
-    texts = [*prompts(3, 6, longest=30), ids_of("the same beginning, then"), ids_of("the same beginning, and")]
+    texts = [
+        *prompts(3, 6, longest=30),
+        ids_of("the same beginning, then"),
+        ids_of("the same beginning, and"),
+    ]
     spec = Policy(batching=PreemptAt(1, 2), enable_prefix_caching=True)
     model = triton_model(kind)
     assert isinstance(model.operations, KernelOperations)
     expected = outputs(tiny_model(kind, "reference"), spec, texts, depth)
     assert outputs(model, spec, texts, depth) == expected
+
+
+def last_logits(model: Model, kv_device: torch.device) -> torch.Tensor:
+    """Of a prompt in one chunk, and of another that goes on after its first eleven tokens."""
+    kv, texts = model.make_cache(16, 4), prompts(2, 8)
+    blocks = [3, 11, 2, 9, 7, 0, 5], [8, 1, 6, 10, 4, 12, 14, 13, 15]
+    kv.data[:, :16] = float("nan")
+    first = SequenceChunk(texts[1][:11], 0, blocks[1])
+    model.forward(make_batch([first], 4, kv_device), kv)
+    rest = SequenceChunk(texts[1][11:], 11, blocks[1])
+    hidden = model.forward(make_batch([SequenceChunk(texts[0], 0, blocks[0]), rest], 4, kv_device), kv)
+    return model.logits(hidden).cpu()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_logits_equal_the_reference(kind: str) -> None:
+    expected = last_logits(tiny_model(kind, "reference"), torch.device("cpu"))
+    found = last_logits(triton_model(kind), DEVICE)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_other_backends_keep_torchs_operations() -> None:

@@ -259,16 +259,20 @@ def test_listeners_hear_of_the_drain_and_end_with_it() -> None:
         run(main(served))
 
 
-def test_a_look_that_fails_ends_the_feed_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_look_that_fails_ends_the_streams_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     async def main(served: Running) -> None:
         async def failing() -> Any:
             raise RuntimeError("no look")
 
-        monkeypatch.setattr(served.front.backend, "view", failing)
-        await _listen(served).task
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served.front.backend, "view", failing)
+            talks = [_listen(served) for _ in "ab"]
+            await asyncio.gather(*(talk.task for talk in talks))
+            assert served.app.state.live.num_listeners == 0
         assert (await served.complete(**BODY))["usage"]["completion_tokens"] == 60
+        again = _listen(served)
+        await served.until(lambda: _frames(again))
+        await _leave(again)
 
     with running() as served:
         run(main(served))

@@ -16,9 +16,11 @@ from server_apps import save_tiny
 from server_processes import Server, get, served
 from soak_client import LEFT, MAX_BODY_BYTES, MAX_MODEL_LEN, NO_HTTP, CrowdState, crowd, plans
 
-NUM_BLOCKS = 28
+NUM_BLOCKS = 20
 AT_ONCE = 96
 OPTIONS: dict[str, Any] = {
+    # In bfloat16 the CPU's library keeps compiled products of the last 1024 shapes, which takes a while to fill.
+    "--dtype": "float32",
     "--max-num-seqs": 8,
     "--num-blocks": NUM_BLOCKS,
     "--max-model-len": MAX_MODEL_LEN,

@@ -1,5 +1,8 @@
 """Eight-bit floats by integer arithmetic: every byte, and every kind of float32, against torch's own type."""
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportArgumentType=false
+
 import math
 
 import torch

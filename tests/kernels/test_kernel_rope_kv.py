@@ -55,6 +55,10 @@ def make_case(
     sizes = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
     cache = KVCache(2, *sizes, cache_dtype, DEVICE)
     cache.data.fill_(UNTOUCHED if is_fp8 else float("nan"))
+    weights = (
+        random_tensor(heads.head_dim, dtype=dtype, seed=2),
+        random_tensor(heads.head_dim, dtype=dtype, seed=3),
+    )
     rotary = RotaryTable(inverse_frequencies(heads.head_dim, 1e4, None), 300, DEVICE)
     count = len(slots)
     return Case(
@@ -63,7 +67,7 @@ def make_case(
         (rotary.cos, rotary.sin),
         torch.tensor(slots, dtype=torch.int64, device=DEVICE),
         cache.layer(1),
-        tuple(random_tensor(heads.head_dim, dtype=dtype, seed=s) for s in (2, 3)) if has_norms else None,
+        weights if has_norms else None,
         (0.02, 0.3) if is_fp8 else (1.0, 1.0),
     )
 
