@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # Between the parts of JSON: room to indent, but an end to it, or a model may pad for ever.
 JSON_WHITESPACE = r"\n?[ ]{0,16}"
@@ -90,6 +93,8 @@ class GrammarCompiler:
         return found.copy()
 
     def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer) -> GrammarState:
+        from llguidance import LLMatcher, LLParserLimits
+
         name, text = _grammar(wanted)
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(tokenizer, text, log_level=QUIET, limits=limits)
@@ -104,6 +109,8 @@ class GrammarCompiler:
             raise GrammarError(
                 "structured_outputs need a model with an end-of-text token, and this one has none: leave them out"
             )
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         wrapped = TokenizerWrapper(_Tokens(self._size, self._eos[0], self._pieces))
         return LLTokenizer(wrapped, n_vocab=self._size, eos_token=self._eos)
 
@@ -127,6 +134,8 @@ class _Tokens:
 
 def _grammar(wanted: StructuredOutputs) -> tuple[str, str]:
     """The field that asks, and its grammar as llguidance has it."""
+    from llguidance import LLMatcher, grammar_from
+
     try:
         if wanted.json is not None or wanted.json_object:
             schema = wanted.json if isinstance(wanted.json, str) else '{"type": "object"}'

@@ -5,6 +5,7 @@
 
 import math
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -95,6 +96,7 @@ def test_the_ends() -> None:
     assert encode(torch.tensor([0.0, -0.0])).tolist() == [0, 0x80]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN among them
 def test_many_floats_of_all_sizes() -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=generator).to(torch.int32)

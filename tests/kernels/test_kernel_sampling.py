@@ -15,9 +15,11 @@ from pagedserve.engine.sampling.fixed_point import fixed_point_weights
 from pagedserve.engine.sampling.kernel_choice import choose_by_kernels
 from pagedserve.engine.sampling.rows import SamplingBatch, SamplingRows
 from pagedserve.engine.sampling.sampler import choose_in_torch
+from pagedserve.kernels import sampling
 from pagedserve.kernels.sampling import MAX_VOCAB, weigh
 
 CHUNK = 64
+"""Small, so that short rows have several."""
 any_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0]),
@@ -94,7 +96,7 @@ def test_a_vocabulary_as_launched() -> None:
         SamplingParams(seed=3, top_k=2_000),
     ]
     logits = random_tensor(len(params), 50_257) * 3
-    compare(logits, batch_of(params, 50_257), 8192)
+    compare(logits, batch_of(params, 50_257), sampling.CHUNK)
 
 
 def test_no_neighbour_changes_a_row() -> None:

@@ -56,10 +56,15 @@ export class Chart {
     };
     this.#axis(context, width, height);
     for (const series of this.series) this.#line(context, shown, series, place, height);
+    if (!this.top) return;
     context.fillStyle = named("--soft");
     context.font = `10px ${getComputedStyle(canvas).fontFamily}`;
     context.textBaseline = "top";
-    if (this.top) context.fillText(this.label(this.top), 0, 4);
+    // Lines may pass behind it.
+    context.strokeStyle = named("--card");
+    context.lineWidth = 3;
+    context.strokeText(this.label(this.top), 0, 4);
+    context.fillText(this.label(this.top), 0, 4);
   }
 
   #axis(context, width, height) {
