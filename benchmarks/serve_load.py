@@ -3,8 +3,8 @@
 Closed loops keep so many streams open; open loops send at a rate (Poisson), whatever became of those before.
 Each level prints output tokens/s beside time to first token, inter-token latency and request latency, from the
 client and from the server; KV occupancy and waste, asked for once a second; preemptions; the front end's CPU
-time (event loop and tokenizer) as a share of the engine's; and how long /health took meanwhile, beside an empty
-uvicorn app in a process of its own.
+time (event loop and tokenizer) as a share of the engine's; and with --probe how long /health took meanwhile,
+beside an empty uvicorn app in a process of its own (some hundred probes a second are a load of their own).
 
     python benchmarks/serve_load.py --model smollm2-135m --concurrency 1 8 32 --rates 2
 """
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pandas as pd
 from served_process import Scraped, Served, served
@@ -162,6 +163,9 @@ def server_side(scraped: Scraped) -> dict[str, float]:
 def probing(urls: Sequence[str]) -> Iterator[dict[str, str]]:
     """Probes of each URL by a process of its own until the block ends; what they found is there afterwards."""
     found: dict[str, str] = {}
+    if not urls:
+        yield found
+        return
     with tempfile.TemporaryDirectory() as folder:
         stop, script = Path(folder) / "stop", Path(__file__).with_name("health_probes.py")
         command = [sys.executable, str(script), *urls, "--probes", "100000", "--until", str(stop)]
@@ -193,18 +197,16 @@ def empty_app() -> Iterator[str]:
 
 
 def large_prompt(server: Served, empty: str, num_tokens: int) -> None:
-    """Probe while a text of so many tokens is tokenised and refused, time after time for some seconds."""
-    import httpx2
-
-    body = {"prompt": " hello" * num_tokens, "max_tokens": 1}
+    """Probe while a text of at least so many tokens is tokenised and refused, time after time for some seconds."""
+    words = [f" {number * 7919 % 99991}" for number in range(num_tokens)]
+    body, took_s, answer = {"prompt": "".join(words)[:num_tokens], "max_tokens": 1}, list[float](), ""
     with probing([f"{server.url}/health", empty]) as probes:
         for _ in range(10):
             start = time.monotonic()
-            answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
-            took_s = time.monotonic() - start
-    print(
-        f"\n{num_tokens} tokens in one prompt: {answer.status_code} after {took_s:.2f} s: {answer.text[:160]}"
-    )
+            response = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+            took_s.append(time.monotonic() - start)
+            answer = f"{response.status_code}: {response.text[:160]}"
+    print(f"\na prompt of {num_tokens:,} characters, 10 times: {np.median(took_s):.2f} s each, {answer}")
     for name, found in probes.items():
         print(f"  {name}: p50, p99 {found} ms")
 
@@ -222,7 +224,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request")
     parser.add_argument("--output", type=int, default=64, help="output tokens of each request")
     parser.add_argument("--vocab", type=int, default=49152, help="ids that prompts may have")
-    parser.add_argument("--large-prompt", type=int, default=0, help="also probe while one so long is refused")
+    parser.add_argument("--probe", action="store_true", help="ask for /health all the time")
+    parser.add_argument(
+        "--large-prompt", type=int, default=0, help="characters; also probe while one so long is refused"
+    )
     parser.add_argument("server", nargs="*", help="options of `pagedserve serve`, behind --")
     options = parser.parse_args()
 
@@ -235,7 +240,7 @@ def main() -> None:
     arguments = ["--model", options.model, "--served-model-name", "served", *options.server]
     with served(arguments) as server, empty_app() as empty:
         asyncio.run(load(server.url, level(99, 2, None)))  # warms up both sides
-        probed = [f"{server.url}/health", empty]
+        probed = [f"{server.url}/health", empty] if options.probe else []
         rows = [measured(server, level(index, *each), probed) for index, each in enumerate(asked)]
         if options.large_prompt:
             large_prompt(server, empty, options.large_prompt)

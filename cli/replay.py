@@ -191,7 +191,8 @@ def _here(
     screen: Screen,
 ) -> RunRecord:
     """On an engine in this process."""
-    from pagedserve.validation.planning import Setting, check_runnable
+    from pagedserve.validation.planning import Setting
+    from pagedserve.validation.runnable import check_runnable
     from pagedserve.validation.validate import LiveBench
 
     label, spec = policy_options.chosen()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HELP = f"""Serve a model to OpenAI clients, with vLLM's extensions and metrics.
 
+Open its address in a browser to watch the KV blocks, the sequences and the latencies.
+
 It listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let the open requests finish.
 
 Keys, if there are any, are asked for everywhere but /health; they come from a file or from the variable

@@ -122,6 +122,7 @@ def profile_engine(
     grid, limits, runner = grid or GRIDS["standard"], engine.limits, engine.runner
     points, rows = grid.fitting(limits)
     own = ModelRunner(runner.model, limits, engine.vocabulary.size, False, False, kv=runner.kv)
+    own.graphs = runner.graphs
     bench = StepBench(own, engine.vocabulary, limits)
     measures: list[Measure] = [lambda point=point: [bench.measure(point)] for point in points]
     measures += [lambda n=n: _host_gaps(engine, n) for n in rows]
@@ -168,6 +169,7 @@ def _host_gaps(engine: Engine, num_rows: int) -> list[int]:
     """Decode with ``num_rows`` requests on a fresh engine; the gaps between its decode steps, in ns."""
     spec = policy("mixed", watermark=0.0)
     fresh = Engine(engine.runner.model, engine.vocabulary, spec, engine.limits, kv=engine.runner.kv)
+    fresh.runner.graphs = engine.runner.graphs
     params = SamplingParams(temperature=0.0, max_tokens=HOST_STEPS, ignore_eos=True)
     for row in range(num_rows):
         fresh.submit([row % engine.vocabulary.size] * HOST_PROMPT, params)
@@ -208,6 +210,7 @@ def provenance_of(engine: Engine) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.attention.name,
+        "has_graphs": engine.runner.graphs is not None,
         "limits": asdict(engine.limits),
         "versions": {
             "pagedserve": pagedserve.__version__,

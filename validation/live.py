@@ -12,8 +12,8 @@ from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import IllegalPlan
 from pagedserve.traces.trace import Trace
-from pagedserve.validation.planning import check_runnable
 from pagedserve.validation.prompts import TracePrompts
+from pagedserve.validation.runnable import check_runnable
 
 START_DELAY_NS = 50_000_000
 """From when all prompts are made to the trace's time 0."""

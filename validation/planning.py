@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from pagedserve.metrics.record import RunRecord
 from pagedserve.metrics.summary import summarize
-from pagedserve.policy import Limits, Policy, RequestRefused
+from pagedserve.policy import Limits, Policy
 from pagedserve.simulator.cost import CostModel
 from pagedserve.simulator.simulate import simulate
-from pagedserve.traces.requests import to_requests
 from pagedserve.traces.trace import Trace
 from pagedserve.traces.transforms import scale_lengths, with_rate
+from pagedserve.validation.runnable import check_runnable
 
 RUN_S = 60.0
 """How long a fitted run lasts, about."""
@@ -166,23 +166,3 @@ def usable_scale(trace: Trace, scale: float, block_size: int) -> float:
 def _duration_s(traffic: Traffic) -> float:
     """How long a run of this traffic takes: to send it, or to serve it, whichever is longer."""
     return len(traffic.trace) / min(traffic.rate, traffic.capacity_rps)
-
-
-def check_runnable(trace: Trace, limits: Limits, max_tokens: int | None = None) -> None:
-    """Raise ValueError if a request of the trace can never run, or never reach its true length."""
-    if max_tokens is None:
-        max_tokens = int(trace.num_output_tokens.max(initial=1))
-    for request, length in zip(
-        to_requests(trace, None, max_tokens), trace.num_output_tokens.tolist(), strict=True
-    ):
-        advice = "shorten the trace's lengths, or raise the limit"
-        try:
-            allowed = limits.output_limit(request)
-        except RequestRefused as error:
-            raise ValueError(f"{error} ({advice})") from error
-        if allowed < min(length, max_tokens):
-            raise ValueError(
-                f"request {request.id} of the trace has {request.num_prompt_tokens} prompt and {length} output "
-                f"tokens, and max_model_len {limits.max_model_len} and {limits.num_blocks} KV blocks let it "
-                f"have {allowed}: {advice}"
-            )

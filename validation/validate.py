@@ -37,7 +37,7 @@ class LiveBench:
         if idle.has_work:
             raise ValueError(f"the engine has {idle.num_live} live requests; give an idle one")
         self.model, self.vocabulary, self.limits = idle.runner.model, idle.vocabulary, idle.limits
-        self._kv = idle.runner.kv
+        self._kv, self._graphs = idle.runner.kv, idle.runner.graphs
 
     def engine(self, setting: Setting) -> Engine:
         """A fresh engine in this setting; the one before must be idle. ValueError for another pool."""
@@ -47,7 +47,7 @@ class LiveBench:
                 f"the setting has {limits.num_blocks} blocks of {limits.block_size} tokens, the engine's cache "
                 f"{kv.num_blocks} of {kv.block_size}; they must be the same"
             )
-        return Engine(
+        engine = Engine(
             self.model,
             self.vocabulary,
             setting.policy,
@@ -55,6 +55,8 @@ class LiveBench:
             overlap_depth=setting.overlap_depth,
             kv=kv,
         )
+        engine.runner.graphs = self._graphs
+        return engine
 
     def warm_up(self) -> None:
         """Run a few steps, so that the first ones measured find memory and kernels ready."""

@@ -167,6 +167,36 @@ def _traffic(server: Server, count: int) -> tuple[list[threading.Thread], list[s
     return threads, texts
 
 
+def _compare_standing(page: Page, server: Server, idle: set[str]) -> None:
+    """While the engine stands still, all that the page shows is what /metrics says."""
+    metrics = _standing(server)
+    told = _blocks(metrics)
+    page.until(lambda: page.pool()["owned"] + page.pool()["quarantined"] == told["used"])
+    pool = page.pool()
+    assert (pool["cached"], pool["free"]) == (told["cached"], told["free"])
+    assert pool["owned"] + pool["quarantined"] + pool["cached"] + pool["free"] == 60
+    running, waiting = metrics["vllm:num_requests_running"], metrics["vllm:num_requests_waiting"]
+    rows = page.until(lambda: len(rows := page.rows()) == running + waiting and rows)
+    assert len([row for row in rows if row[1] in ("prefill", "decode", "recompute")]) == running
+    assert {row[2] for row in rows} == {"tenant-0", "tenant-1"}
+    assert page.chart("sequences") == f"{running:.0f} running"
+    assert len(page.colours("#map") - idle) >= min(3, running), "each sequence has a colour"
+    assert page.colours("#chart-sequences canvas")
+
+
+def _nothing_is_said(page: Page, events: Events, texts: list[str]) -> None:
+    """No text is anywhere, nothing comes from elsewhere, and the browser has nothing to complain of."""
+    shown = page.browser.execute_script("return document.documentElement.outerHTML")
+    for text in (SECRET, SECRET.split()[0], *(text[:6] for text in texts)):
+        assert text not in shown
+        assert text not in events.text
+    assert "event: frame" in events.text
+    loaded = page.browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert loaded
+    assert all(name.startswith(events.url) for name in loaded)
+    assert page.browser.get_log("browser") == []
+
+
 def test_the_page_shows_the_pool_and_the_sequences_of_real_traffic(
     browser: Chrome, model: Path, tmp_path: Path
 ) -> None:
@@ -175,59 +205,28 @@ def test_the_page_shows_the_pool_and_the_sequences_of_real_traffic(
     with served(model, *limits, before=SLOW + HOLD.format(path=str(hold))) as server:
         server.wait()
         page, events = Page(browser, server.url), Events(server.url)
-        page.until(lambda: page.text("status") == "Live")
-        page.until(lambda: page.pool()["free"] == 60)
+        page.until(lambda: page.text("status") == "Live" and page.pool()["free"] == 60)
         assert page.text("policy") == "policy vllm_v1"
         assert (page.rows(), page.chart("ttft")) == ([], "–")
         assert "Nothing runs" in page.text("nothing")
         idle = page.colours("#map")
         threads, texts = _traffic(server, 8)
-
-        # While the engine stands still, all that the page shows is what /metrics says.
         page.until(lambda: [row for row in page.rows() if row[1] == "decode"] and page.pool()["shared"])
         hold.touch()
-        metrics = _standing(server)
-        told = _blocks(metrics)
-        page.until(lambda: page.pool()["owned"] + page.pool()["quarantined"] == told["used"])
-        pool = page.pool()
-        assert (pool["cached"], pool["free"]) == (told["cached"], told["free"])
-        assert pool["owned"] + pool["quarantined"] + pool["cached"] + pool["free"] == 60
-        running, waiting = metrics["vllm:num_requests_running"], metrics["vllm:num_requests_waiting"]
-        rows = page.until(lambda: len(rows := page.rows()) == running + waiting and rows)
-        assert len([row for row in rows if row[1] in ("prefill", "decode", "recompute")]) == running
-        assert {row[2] for row in rows} == {"tenant-0", "tenant-1"}
-        assert page.chart("sequences") == f"{running:.0f} running"
-        assert len(page.colours("#map") - idle) >= min(3, running), "each sequence has a colour"
-        before = page.colours("#chart-sequences canvas")
-        assert before
+        _compare_standing(page, server, idle)
 
-        # Sequences go, and charts move.
-        tps = browser.execute_script("return document.querySelector('#chart-tps canvas').toDataURL()")
+        drawn = "return document.querySelector('#chart-tps canvas').toDataURL()"
+        before = browser.execute_script(drawn)
         hold.unlink()
         page.until(lambda: page.chart("itl").endswith("ms") and page.chart("ttft") != "–")
-        page.until(
-            lambda: (
-                browser.execute_script("return document.querySelector('#chart-tps canvas').toDataURL()")
-                != tps
-            )
-        )
+        page.until(lambda: browser.execute_script(drawn) != before)
         for thread in threads:
             thread.join(WAIT_S)
         page.until(lambda: page.rows() == [] and page.pool()["owned"] == 0)
         page.until(lambda: page.pool()["cached"] == _metrics(server)["pagedserve:kv_blocks_cached"])
-        assert "8 length" in page.text("totals"), "eight requests, twelve sequences"
-
-        # No text anywhere, nothing from elsewhere, and nothing to complain of.
+        assert "8 length" in page.text("totals")
         assert len(texts) == 12
-        shown = page.browser.execute_script("return document.documentElement.outerHTML")
-        for text in (SECRET, SECRET.split()[0], *(text[:6] for text in texts)):
-            assert text not in shown
-            assert text not in events.text
-        assert "event: frame" in events.text
-        loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
-        assert loaded
-        assert all(name.startswith(server.url) for name in loaded)
-        assert browser.get_log("browser") == []
+        _nothing_is_said(page, events, texts)
 
         # A page that watches does not hold the server up.
         server.process.send_signal(signal.SIGTERM)

@@ -18,12 +18,12 @@ export function named(name) {
 
 /**
  * The colour of a sequence, a function of its number alone. Hues step by the golden angle, so that neighbours
- * in time differ most; lightness alternates to tell apart those whose hues come close.
+ * in time differ most; lightness steps too, to tell apart those whose hues come close (13, 21, 34 apart).
  */
 export function ofSequence(id) {
   let colour = cache.get(id);
   if (colour === undefined) {
-    const lightness = (dark.matches ? [0.67, 0.59, 0.74] : [0.68, 0.6, 0.76])[id % 3];
+    const lightness = (dark.matches ? [0.66, 0.75, 0.57, 0.7, 0.61] : [0.66, 0.77, 0.56, 0.71, 0.61])[id % 5];
     colour = fromOklch(lightness, 0.095, (id * 137.508 + 215) % 360);
     if (cache.size > 4096) cache.clear();
     cache.set(id, colour);

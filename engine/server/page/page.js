@@ -42,7 +42,7 @@ const charts = [
     limit: 1,
     label: percent,
     big: (p) => percent(p.used),
-    small: (p) => (p.waste === null ? "none" : `${percent(p.waste)} of their room wasted`),
+    small: (p) => (p.waste === null ? "none" : `${percent(p.waste)} of it wasted`),
   }),
   new Chart(by("chart-gap"), {
     series: [{ of: (p) => p.gap, colour: "--first", fill: true }],
@@ -50,7 +50,7 @@ const charts = [
     limit: 1,
     label: percent,
     big: (p) => dash(p.gap, percent),
-    small: (p) => (p.gap_s === null ? "nothing to do" : `of the time at work, ${seconds(p.gap_s)} a step`),
+    small: (p) => (p.gap_s === null ? "nothing to do" : `of time at work; ${seconds(p.gap_s)}`),
   }),
 ];
 
