@@ -55,10 +55,11 @@ class Shape:
 def shapes(is_tiny: bool) -> Iterator[Shape]:
     """What matters most comes first."""
     if is_tiny:
-        decodes = ((37, 1), (3, 1))
-        yield Shape("tiny", TINY, decodes, "2 decodes", published_us=1.0)
-        yield Shape("tiny", TINY, decodes, "2 decodes, fp8 cache", "fp8")
-        yield Shape("tiny", TINY, ((0, 20),), "a prompt of 20", "invariant")
+        yield Shape("tiny", TINY, ((37, 1),) * 2, "2 decodes at 37", published_us=1.0)
+        yield Shape("tiny", TINY, ((37, 1), (3, 1)), "2 decodes, fp8 cache", "fp8")
+        yield Shape("tiny", TINY, ((0, 20),), "a prompt of 20, invariant", "invariant")
+        yield Shape("tiny", TINY, ((0, 20),), "a prompt of 20")
+        yield Shape("tiny", TINY, ((16, 5),), "a chunk of 5 behind 16")
         yield Shape("tiny", TINY, ((16, 5), (30, 1)), "a chunk of 5 behind 16 and a decode")
         return
     named = ("llama-3.1-8b", LLAMA)

@@ -17,7 +17,6 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +26,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_part import FAILED, OK, SKIPPED, FindingsState, Part
+from gpu_part import FAILED, SKIPPED, FindingsState, Part
+from gpu_processes import KILLED, found_by_part, found_by_tests, run_all
 from gpu_results import check_files, keep_files, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 TESTS = "tests/kernels/test_gpu.py"
+TEST_GROUPS = (
+    "equals_the_reference",
+    "attention and not equals_the_reference",
+    "graphs or engine",
+    "not attention and not graphs and not engine",
+)
 BUDGET_S = 290.0
 START_S = 5.0
 """Seconds that a process takes to begin and to end."""
@@ -62,6 +68,7 @@ PLANS = (
 
 def main() -> int:
     options = _options()
+    sys.path.append(str(ROOT))  # where the package is not installed
     if options.report is not None:
         from gpu_report import report
 
@@ -72,7 +79,9 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [plan.name for plan in PLANS]
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder for the results")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
@@ -134,31 +143,34 @@ def _child(
         return {"status": SKIPPED, "reason": reason, "seconds": 0.0}
     if plan.entry is None and find_spec("pytest") is None:
         return {"status": SKIPPED, "reason": "pytest is not installed", "seconds": 0.0}
-    start, is_late = time.monotonic(), False
-    with (folder / "tests.txt").open("ab") as log:
-        process = subprocess.Popen(
-            _command(plan, options, folder, limit_s - START_S),
-            env=_environment(options.device),
-            cwd=ROOT,
-            stdout=log if plan.entry is None else None,
-            stderr=subprocess.STDOUT if plan.entry is None else None,
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            is_late = True
-            os.killpg(process.pid, 9)
-            process.wait()
-    found = _found(plan, folder, process.returncode)
-    if is_late:
-        found |= {"status": FAILED, "reason": f"it was killed after {limit_s:.0f} s; what it had found is kept"}
+    start, environment = time.monotonic(), _environment(options.device)
+    if plan.entry is None:
+        logs = [folder / f"{plan.name}-{index}.txt" for index in range(len(_test_groups(options.device)))]
+        codes = run_all(_test_commands(options.device), environment, ROOT, limit_s, logs)
+        found = found_by_tests(logs, codes, folder / "tests.txt")
+    else:
+        command = _part_command(plan, options, folder, limit_s - START_S)
+        codes = run_all([command], environment, ROOT, limit_s)
+        found = found_by_part(folder / f"part-{plan.name}.json", codes[0])
+    if KILLED in codes:
+        found |= {
+            "status": FAILED,
+            "reason": f"it was killed after {limit_s:.0f} s; what it had found is kept",
+        }
     return found | {"seconds": time.monotonic() - start}
 
 
-def _command(plan: Plan, options: argparse.Namespace, folder: Path, budget_s: float) -> list[str]:
-    if plan.entry is None:
-        return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q -m gpu", TESTS]
+def _test_groups(device: str) -> tuple[str, ...]:
+    """Which tests go together in a process: on a GPU's machine kernels are compiled in several at once."""
+    return TEST_GROUPS if device != "cpu" else ("test",)
+
+
+def _test_commands(device: str) -> list[list[str]]:
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q -m gpu"]
+    return [[*pytest, "-k", group, TESTS] for group in _test_groups(device)]
+
+
+def _part_command(plan: Plan, options: argparse.Namespace, folder: Path, budget_s: float) -> list[str]:
     own = ["--part", plan.name, "--out", str(folder), "--device", options.device]
     tiny = ["--tiny"] if options.tiny else []
     return [sys.executable, str(Path(__file__).resolve()), *own, *tiny, "--budget-s", f"{budget_s:.1f}"]
@@ -171,19 +183,6 @@ def _environment(device: str) -> dict[str, str]:
     if device == "cpu":
         added |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return {**os.environ, **added}
-
-
-def _found(plan: Plan, folder: Path, code: int) -> dict[str, Any]:
-    """What a part that has ended left behind."""
-    if plan.entry is None:
-        lines = (folder / "tests.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return {"status": FAILED if code else OK, "reason": lines[-1] if lines else f"exit code {code}"}
-    path = folder / f"part-{plan.name}.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"status": FAILED}
-    reason = "; ".join(message for message in found.get("messages", ()) if message.startswith("FAILED"))
-    if code and not reason:
-        reason = f"its process ended with code {code}: see what it printed"
-    return found | {"status": FAILED if code else found["status"], "reason": reason}
 
 
 def _run_part(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from gpu_engines import Bench, make_bench
 from gpu_part import Part
+from gpu_timing import compiles
 
 from pagedserve.engine.profile_grid import Grid
 from pagedserve.engine.profiler import profile_engine
@@ -34,7 +35,7 @@ GRID = Grid(
     host_rows=(1, 16, 64, 256),
 )
 SHORT_GRID = Grid((1, 64, 256, 1024, 4096), (0, 1024), (1, 16, 64, 256), (16, 1024), (1024,), (4,), (1, 64))
-TINY_GRID = Grid((1, 8, 32), (0, 16), (1, 3), (8, 40), (8,), (2,), (1, 3))
+TINY_GRID = Grid((1, 24), (0, 16), (1, 3), (8, 40), (8,), (2,), (2,))
 FULL_GRID_S = 60.0
 NUM_REPEATS = 3
 LOADS = ((0.5, 0), (0.85, 0), (1.0, 0), (0.85, 1))
@@ -74,7 +75,7 @@ def _profile(part: Part, bench: Bench) -> None:
 def traffic(is_tiny: bool) -> Trace:
     """Poisson arrivals at one a second; `with_rate` makes it the rate wanted."""
     if is_tiny:
-        return synthesize(5, 1.0, prompt=Uniform(4, 20), output=Uniform(2, 5), rescale=True, name="tiny")
+        return synthesize(4, 1.0, prompt=Uniform(4, 20), output=Uniform(2, 4), rescale=True, name="tiny")
     lengths = {"prompt": Uniform(100, 1024), "output": Uniform(16, 384)}
     return synthesize(256, 1.0, **lengths, rescale=True, name="synthetic")
 
@@ -98,11 +99,12 @@ def _replays(part: Part, bench: Bench) -> None:
             cut = first(trace, fitting)
             part.findings.say(f"{label}: {fitting} of {len(trace)} requests, for want of time")
         sent = with_rate(cut, load * capacity)
-        with part.findings.trying(label):
+        with part.findings.trying(label), compiles() as compiled:
             record, seconds = _run(part, bench, sent, label, depth)
             _save(part, record, sent, label)
             row = {"label": label, "load": load, "overlap_depth": depth, "num_requests": len(sent)}
-            part.findings.add("replays", row | {"rate_per_s": load * capacity, "served_in_s": seconds})
+            row |= {"rate_per_s": load * capacity, "served_in_s": seconds}
+            part.findings.add("replays", row | {"compiled": compiled.num, "compile_s": compiled.seconds})
 
 
 def at_once(trace: Trace) -> Trace:

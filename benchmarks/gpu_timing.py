@@ -11,10 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 
 Call = Callable[[], object]
 FLUSHED_BYTES = 1 << 28
@@ -75,10 +77,7 @@ def ceilings(device: str, is_tiny: bool, watch: Stopwatch) -> dict[str, float]:
     """``copy_gb_per_s``: of a large copy, bytes read and written; ``matmul_tflop_per_s``: of a square product."""
     size, width = (1 << 20, 64) if is_tiny else (1 << 32, 8192)
     dtype = torch.float32 if is_tiny else torch.bfloat16
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied_us = watch.medians_us({"copy": lambda: target.copy_(source)})["copy"]
-    del source, target
+    copied_us = _copied_us(size, device, watch)
     left, right = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(left)
     multiplied_us = watch.medians_us({"matmul": lambda: torch.mm(left, right, out=out)})["matmul"]
@@ -88,6 +87,12 @@ def ceilings(device: str, is_tiny: bool, watch: Stopwatch) -> dict[str, float]:
         "matmul_width": width,
         "copied_bytes": 2 * size,
     }
+
+
+def _copied_us(size: int, device: str, watch: Stopwatch) -> float:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return watch.medians_us({"copy": lambda: target.copy_(source)})["copy"]
 
 
 @contextmanager
@@ -101,6 +106,31 @@ def nan_filled() -> Iterator[None]:
 
     with mock.patch.object(torch, "empty", filled):
         yield
+
+
+@dataclass(slots=True)
+class CompilesState:
+    """Kernels that Triton compiled, not those that it found in its cache on disk."""
+
+    num: int = 0
+    seconds: float = 0.0
+
+    def heard(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        """As Triton tells it; ``times.total`` is in microseconds."""
+        if not cache_hit:
+            self.num += 1
+            self.seconds += times.total / 1e6
+
+
+@contextmanager
+def compiles() -> Iterator[CompilesState]:
+    """What is compiled inside: time in which a device waits, and which does not belong to what is measured."""
+    found, before = CompilesState(), knobs.compilation.listener
+    knobs.compilation.listener = found.heard
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

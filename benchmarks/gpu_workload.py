@@ -17,34 +17,37 @@ from typing import Any
 import torch
 from gpu_engines import Bench, make_bench
 from gpu_part import Part
+from gpu_timing import compiles
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.runner import ModelRunner, StepResult
 
 FULL = (256, 100, 1024, 10_000)
-TINY = (4, 3, 8, 255)
+TINY = (3, 2, 5, 255)
 """Sequences, shortest and longest, and the largest id of a prompt."""
 VARIANTS = ((True, 1), (True, 0), (False, 0), (False, 1))
 """Graphs or not, and the overlap depth."""
-WARM_UP_TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
+    """Prompts, and how many tokens each output is to have."""
+
     prompts: list[list[int]]
     lengths: list[int]
+
+    def short(self) -> Sequences:
+        """A few tokens each, so that batches of every power of two occur: what they need is then compiled."""
+        num = len(self.prompts)
+        return Sequences(self.prompts, [2 * (num // (index + 1)).bit_length() for index in range(num)])
 
 
 def sequences(num: int, shortest: int, longest: int, largest_id: int) -> Sequences:
     """Prompts and output lengths, in the order of draws of nano-vllm's benchmark."""
     draw = random.Random(0)
     prompts = [
-        [
-            draw.randint(0, num_ids - 1 if num_ids <= 256 else num_ids)
-            for _ in range(draw.randint(shortest, longest))
-        ]
-        for _ in range(num)
+        [draw.randint(0, largest_id) for _ in range(draw.randint(shortest, longest))] for _ in range(num)
     ]
     return Sequences(prompts, [draw.randint(shortest, longest) for _ in range(num)])
 
@@ -83,13 +86,10 @@ class DeviceClockState:
         return sum(first.elapsed_time(last) for first, last in self.pairs) / 1e3
 
 
-def offline(
-    part: Part, bench: Bench, work: Sequences, *, has_graphs: bool, depth: int, longest: int | None = None
-) -> dict[str, Any]:
-    """One run of all sequences, as a row; ``longest`` cuts every output. It ends early where time runs out."""
-    lengths = [min(length, longest or length) for length in work.lengths]
-    clock = DeviceClockState(part.device != "cpu")
-    with bench.engine(depth, has_graphs, record=False) as engine:
+def offline(part: Part, bench: Bench, work: Sequences, *, has_graphs: bool, depth: int) -> dict[str, Any]:
+    """One run of all sequences, as a row. It ends early where time runs out."""
+    lengths, clock = work.lengths, DeviceClockState(part.device != "cpu")
+    with compiles() as compiled, bench.engine(depth, has_graphs, record=False) as engine:
         clock.watch(engine.runner)
         start = time.perf_counter()
         states = []
@@ -116,6 +116,8 @@ def offline(
         "step_s": ended - begun,
         "device_s": device_s,
         "whole_step_over_device": (ended - begun) / device_s,
+        "compiled": compiled.num,
+        "compile_s": compiled.seconds,
     }
 
 
@@ -142,7 +144,7 @@ def run(part: Part, name: str | None = None, variants: tuple[tuple[bool, int], .
         if not part.has_time(needed_s, label):
             continue
         with part.findings.trying(label):
-            warm_up = offline(part, bench, work, has_graphs=has_graphs, depth=depth, longest=WARM_UP_TOKENS)
+            warm_up = offline(part, bench, work.short(), has_graphs=has_graphs, depth=depth)
             row = offline(part, bench, work, has_graphs=has_graphs, depth=depth)
             part.findings.add("workload", row | {"warm_up_s": warm_up["wall_s"]})
             if not row["whole"]:

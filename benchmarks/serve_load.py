@@ -201,12 +201,12 @@ def large_prompt(server: Served, empty: str, num_tokens: int) -> None:
     words = [f" {number * 7919 % 99991}" for number in range(num_tokens)]
     body, took_s, answer = {"prompt": "".join(words)[:num_tokens], "max_tokens": 1}, list[float](), ""
     with probing([f"{server.url}/health", empty]) as probes:
-        for _ in range(10):
+        for _ in range(75):
             start = time.monotonic()
             response = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
             took_s.append(time.monotonic() - start)
             answer = f"{response.status_code}: {response.text[:160]}"
-    print(f"\na prompt of {num_tokens:,} characters, 10 times: {np.median(took_s):.2f} s each, {answer}")
+    print(f"\na prompt of {num_tokens:,} characters, 75 times: {np.median(took_s):.2f} s each, {answer}")
     for name, found in probes.items():
         print(f"  {name}: p50, p99 {found} ms")
 
@@ -244,7 +244,7 @@ def main() -> None:
         rows = [measured(server, level(index, *each), probed) for index, each in enumerate(asked)]
         if options.large_prompt:
             large_prompt(server, empty, options.large_prompt)
-    table = pd.DataFrame(rows).set_index("load").T
+    table = pd.DataFrame(rows, columns=None if rows else ["load"]).set_index("load").T
     print(table.to_string(float_format=lambda value: f"{value:.4g}"))
 
 

@@ -4,6 +4,9 @@ A step's decodes, which stand at the end of the batch, are one launch, its chunk
 cache that it reads, wants few rows and perhaps splits; a chunk is bound by products, and wants many rows.
 """
 
+# Triton annotates its functions with classes of its own, not with what its language computes with.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math
@@ -86,7 +89,8 @@ def choose_shape(
     """Sizes for sequences of up to ``max_query_len`` new tokens and ``max_len`` in all.
 
     ``num_programs``: programs without splits when a program has `MIN_ROWS` rows; splits are chosen so that there
-    are about two programs a processor, of `MIN_SPLIT_TILES` tiles or more each. In the invariant mode nothing
+    are one or two programs a processor, of `MIN_SPLIT_TILES` tiles or more each; a power of two, since each number
+    is compiled for itself, which would halt a server again and again. In the invariant mode nothing
     depends on the batch but how many splits of the fixed size there are.
     """
     # A tile's keys and values, times the stages, have to fit shared memory; what is converted or joined on the way
@@ -102,6 +106,7 @@ def choose_shape(
         rows = max(MIN_ROWS, next_power_of_two(spec.group))
         most = max(1, min(MAX_SPLITS, max_len // (tile * MIN_SPLIT_TILES)))
         splits = max(1, min(most, 2 * num_sms // max(1, num_programs)))
+        splits = 1 << (splits.bit_length() - 1)
         return Shape(rows, rows // spec.group, tile, splits, 0, 4, 3)
     rows = max(CHUNK_ROWS if wide <= 256 else CHUNK_ROWS // 2, next_power_of_two(spec.group))
     return Shape(rows, rows // spec.group, tile, 1, 0, 8 if rows > 64 else 4, 3 if wide <= 256 else 2)

@@ -19,6 +19,7 @@ program that walks over several splits joins them by the very arithmetic of `_me
 Offsets into the cache are 64 bits: a block's number times its size passes 2^31 in caches of ordinary size.
 """
 
+# pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -135,7 +136,8 @@ def _join(peak, total, mixed, other_peak, other_total, other_mixed):
     return higher, total, mixed
 
 
-@triton.jit
+# Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
+@triton.jit(do_not_specialize=["num_sequences", "first_token", "stride_table"])
 def paged_attention_kernel(
     out_ptr,
     partial_ptr,
@@ -260,7 +262,7 @@ def paged_attention_kernel(
         tl.store(stats_ptr + place * 2 + 1, total, mask=row_valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_splits_kernel(
     out_ptr,
     partial_ptr,

@@ -18,7 +18,8 @@ import triton.language as tl
 BLOCK = 128
 
 
-@triton.jit
+# Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
+@triton.jit(do_not_specialize=["num_words"])
 def noise_words_kernel(
     words_ptr,
     seeds_ptr,

@@ -30,7 +30,8 @@ TILE = 2048
 """Numbers of a program's rows, where one row is not longer."""
 
 
-@triton.jit
+# Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     out_ptr,
     rows_ptr,

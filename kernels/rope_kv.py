@@ -63,7 +63,8 @@ def _cached(values, scale, layer_ptr, IS_FP8: tl.constexpr):
     return cached
 
 
-@triton.jit
+# Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
 def rope_kv_kernel(
     query_ptr,
     layer_ptr,

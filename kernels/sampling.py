@@ -98,25 +98,26 @@ def _find_floor(
 
     What is held is their number or their sum. All at ``low`` and above must hold ``need`` >= 1.
     """
-    columns = tl.arange(0, CHUNK)
+    # Four numbers side by side are one load of a thread, which takes them together before it keeps them.
+    columns = tl.arange(0, CHUNK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     high = low * 0 + _PEAK_BITS
     above = need * 0
     while low < high:
         pivot = low + (high - low + 1) // 2
-        held = tl.zeros([CHUNK], tl.int64 if BY_MASS else tl.int32)
-        next_up = tl.full([CHUNK], _PEAK_BITS, tl.int32)
-        next_down = tl.zeros([CHUNK], tl.int32)
+        held = tl.zeros([CHUNK // 4], tl.int64)
+        next_up = tl.full([CHUNK // 4], _PEAK_BITS, tl.int32)
+        next_down = tl.zeros([CHUNK // 4], tl.int32)
         for chunk in range(NUM_CHUNKS):
             ids = chunk * CHUNK + columns
             bits = _bits(weights_ptr + ids, ids < num_tokens)
             is_up = bits >= pivot
             if BY_MASS:
-                held += tl.where(is_up, _weight(bits), 0)
+                held += tl.sum(tl.where(is_up, _weight(bits), 0), 1)
             else:
-                held += is_up.to(tl.int32)
-            next_up = tl.where(is_up, tl.minimum(next_up, bits), next_up)
-            next_down = tl.where(is_up, next_down, tl.maximum(next_down, bits))
-        total = tl.sum(held, 0).to(tl.int64)
+                held += tl.sum(is_up.to(tl.int32), 1)
+            next_up = tl.minimum(next_up, tl.min(tl.where(is_up, bits, _PEAK_BITS), 1))
+            next_down = tl.maximum(next_down, tl.max(tl.where(is_up, 0, bits), 1))
+        total = tl.sum(held, 0)
         if total >= need:
             low = tl.min(next_up, 0)
         else:
@@ -128,12 +129,12 @@ def _find_floor(
 @triton.jit
 def _mass_above(weights_ptr, num_tokens, floor, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Sum of the weights above the floor."""
-    columns = tl.arange(0, CHUNK)
-    held = tl.zeros([CHUNK], tl.int64)
+    columns = tl.arange(0, CHUNK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    held = tl.zeros([CHUNK // 4], tl.int64)
     for chunk in range(NUM_CHUNKS):
         ids = chunk * CHUNK + columns
         bits = _bits(weights_ptr + ids, ids < num_tokens)
-        held += tl.where(bits > floor, _weight(bits), 0)
+        held += tl.sum(tl.where(bits > floor, _weight(bits), 0), 1)
     return tl.sum(held, 0)
 
 
@@ -146,7 +147,7 @@ def _find_chunk(weights_ptr, num_tokens, floor, quota, target, CHUNK: tl.constex
     before = target * 0
     step = before
     used = before
-    while before + step <= target:
+    while (before + step <= target) & (start < num_tokens):  # the latter always, unless the sums were wrong
         # The first turn adds nothing: `start` is the chunk of which `step` is the sum, once a turn is made.
         before += step
         ids = start + columns

@@ -23,7 +23,8 @@ TILE = 1024
 NUM_WARPS = 4
 
 
-@triton.jit
+# Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
+@triton.jit(do_not_specialize=["num_rows"])
 def silu_multiply_kernel(
     out_ptr,
     gate_up_ptr,

@@ -145,6 +145,8 @@ def test_keys_are_asked_for_and_never_said(model: Path, tmp_path: Path) -> None:
         (("--overwrite",), "--overwrite: no record is saved"),
         (("--request-timeout", "0"), "0 is not a number above 0"),
         (("--served-model-name", ""), "model_names has"),
+        (("--allowed-origins", "localhost"), "allowed_origins has 'localhost'; give a scheme and a host"),
+        (("--receive-timeout", "0"), "0 is not a number above 0"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(

@@ -42,6 +42,11 @@ def test_any_size_and_every_place(size: int) -> None:
         assert greedy_tokens(logits, 16)[0].tolist() == [place]
 
 
+def test_the_zeros_are_equal() -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0], [0.0, -0.0, -1.0]], device=DEVICE)
+    assert greedy_tokens(logits, 16)[0].tolist() == [1, 0]
+
+
 def test_a_vocabulary_as_launched() -> None:
     logits = random_tensor(2, 49_152).bfloat16().float()
     check(logits, 4096)

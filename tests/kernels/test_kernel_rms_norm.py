@@ -20,6 +20,8 @@ SHAPES = [(1, 1), (3, 7), (1, 576), (5, 577), (33, 64), (2, 4096), (130, 17), (1
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = ROUNDING[expected.dtype]
+    if expected.dtype == torch.float16 and expected.numel() > 50:
+        assert (found == expected).float().mean() > 0.98, "it is rounded elsewhere than torch rounds"
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

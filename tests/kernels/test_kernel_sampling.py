@@ -86,6 +86,18 @@ def test_the_ends_of_the_uniform_never_reach_a_masked_token(word: int, top_k: in
     assert compare(logits, batch) == [first if word < 2**30 else 997]
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.999), SamplingParams(top_k=127)])
+def test_a_target_at_the_end_of_a_chunk_belongs_to_the_next_token(params: SamplingParams) -> None:
+    """Half of the mass fills the first chunk to the last; the first token behind it weighs nothing."""
+    num_tokens = 2 * CHUNK + 1
+    logits = torch.zeros(1, num_tokens, device=DEVICE)
+    logits[0, CHUNK] = -math.inf
+    batch = batch_of([params], num_tokens)
+    num_kept = 127 if params.top_k else 128
+    batch.words.fill_(math.ceil(2**32 * CHUNK / num_kept))
+    assert compare(logits, batch) == [CHUNK + 1]
+
+
 def test_a_vocabulary_as_launched() -> None:
     params = [
         SamplingParams(seed=1),
