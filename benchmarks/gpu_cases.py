@@ -41,7 +41,7 @@ class KernelCase:
 
 def run_cases(part: Part, cases: Iterable[Callable[[], KernelCase]], table: str) -> None:
     """Check and time each; an error or a wrong result fails the part and the others go on."""
-    watch = Stopwatch(part.device, 2 if part.is_tiny else 20)
+    watch = Stopwatch(part.device, 1 if part.is_tiny else 20)
     ceiling = ceilings(part.device, part.is_tiny, watch)
     part.findings.facts["ceilings"] = ceiling
     left_out = 0

@@ -70,6 +70,11 @@ def main() -> int:
     options = _options()
     sys.path.append(str(ROOT))  # where the package is not installed
     if options.report is not None:
+        if not (options.report / "results.json").exists():
+            print(
+                f"{options.report / 'results.json'} is not there: give the folder of --out", file=sys.stderr
+            )
+            return 1
         from gpu_report import report
 
         return report(options.report)

@@ -55,7 +55,7 @@ FULL = (
     Sizes("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, False),
     Sizes("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, True),
 )
-TINY = (Sizes("tiny", 48, 80, 4, 2, 16, 5000, True, (5,), 3),)
+TINY = (Sizes("tiny", 48, 80, 4, 2, 16, 5000, True, (5,), 2),)
 
 
 def run(part: Part) -> None:

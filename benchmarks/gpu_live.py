@@ -82,7 +82,8 @@ def traffic(is_tiny: bool) -> Trace:
 
 def _replays(part: Part, bench: Bench) -> None:
     trace = traffic(part.is_tiny)
-    _run(part, bench, at_once(trace), "warm-up", 0)
+    if not part.is_tiny:
+        _run(part, bench, at_once(trace), "warm-up", 0)
     flood, took_s = _run(part, bench, at_once(trace), "at-once", 0)
     _save(part, flood, at_once(trace), "at-once")
     capacity = len(trace) / took_s

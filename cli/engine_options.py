@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PANEL = "Model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTIONS = ("auto", "cpu", "reference", "triton")
 
 
@@ -75,6 +76,15 @@ class EngineOptions:
             parser=one_of(*ATTENTIONS),
             metavar="|".join(ATTENTIONS),
             help="How attention is computed; auto: the fastest.",
+            rich_help_panel=PANEL,
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        str,
+        Option(
+            parser=one_of(*KV_CACHE_DTYPES),
+            metavar="|".join(KV_CACHE_DTYPES),
+            help="Numbers of the KV cache; fp8 halves its memory, needs attention triton, and is less exact.",
             rich_help_panel=PANEL,
         ),
     ] = "auto"

@@ -110,4 +110,4 @@ def check_num_blocks(model: Model, num_blocks: int, block_size: int) -> None:
 
 def block_bytes_of(model: Model, block_size: int) -> int:
     """Bytes of one KV block over all layers, on this rank."""
-    return model.local.kv_bytes_per_token(model.dtype.itemsize) * block_size
+    return model.local.kv_bytes_per_token(model.kv_dtype.itemsize) * block_size

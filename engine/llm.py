@@ -61,6 +61,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "cpu",
         attention: str = "auto",
+        kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -76,7 +77,8 @@ class LLM:
         enforce_eager: bool = False,
     ) -> None:
         spec = policy if isinstance(policy, Policy) else policy_preset(policy)
-        how = {"dtype": dtype, "device": device, "attention": attention, "max_model_len": max_model_len}
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
+        how |= {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
         loaded = _loaded(model, tensor_parallel_size, progress, **how)
         self.model = loaded.model
         self.tokenizer = load_tokenizer(loaded.files)
@@ -101,11 +103,12 @@ class LLM:
             record=record,
         )
         kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
+        in_fp8 = " in fp8" if kv_cache_dtype == "fp8" else ""
         graphs = _record_graphs(self.engine, enforce_eager, progress)
         self.decisions = (
             f"{str(self.model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
             f"attention {self.model.attention.name} on {self.model.device}{_over(self.model.ranks.size)}",
-            f"{num_blocks} KV blocks of {block_size} tokens, {kv_mib:.0f} MiB{why}",
+            f"{num_blocks} KV blocks of {block_size} tokens{in_fp8}, {kv_mib:.0f} MiB{why}",
             f"max_model_len {max_model_len}",
             *graphs,
         )
@@ -190,8 +193,8 @@ def _loaded(
 ) -> LoadedModel:
     """The model, loaded here, or as it was handed in. ValueError for options that come too late."""
     if isinstance(model, LoadedModel):
-        asked = (how["dtype"], how["device"], how["attention"], tensor_parallel_size)
-        if asked != ("auto", "cpu", "auto", 1):
+        asked = (how["dtype"], how["device"], how["attention"], how["kv_cache_dtype"], tensor_parallel_size)
+        if asked != ("auto", "cpu", "auto", "auto", 1):
             raise ValueError("the model is loaded already; give dtype, device and attention to load_model")
         return model
     if tensor_parallel_size == 1:

@@ -48,6 +48,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attention: str = "auto",
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     home: Path | None = None,
     progress: bool = True,
     shard: Shard | None = None,
@@ -56,7 +57,8 @@ def load_model(
     """Load a model by directory, GGUF file, alias or hub repository.
 
     ``dtype`` is auto, float32, bfloat16 or float16; ``home`` overrides the cache folder of aliases;
-    ``progress`` shows a bar while fetching; ``shard`` and ``communicator`` are `Model`'s. Raises a kind of
+    ``progress`` shows a bar while fetching; ``kv_cache_dtype``, ``shard`` and ``communicator`` are
+    `Model`'s. Raises a kind of
     ``ModelError`` that names what is wrong with the model, and ``ValueError`` for an option, before memory is
     filled.
     """
@@ -73,6 +75,7 @@ def load_model(
         device=device,
         attention=attention,
         max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
         shard=shard,
         communicator=communicator,
     )

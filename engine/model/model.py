@@ -17,6 +17,7 @@ import torch
 
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.model.config import ModelConfig
+from pagedserve.engine.model.kv_dtype import choose_kv_dtype
 from pagedserve.engine.model.layers import Linear
 from pagedserve.engine.model.operations import HeadNorms, make_operations
 from pagedserve.engine.model.rope import RotaryTable, inverse_frequencies
@@ -58,6 +59,7 @@ class Model:
         "embedding",
         "final_norm",
         "head",
+        "kv_dtype",
         "layers",
         "local",
         "max_model_len",
@@ -74,6 +76,7 @@ class Model:
         device: torch.device | str = "cpu",
         attention: str | AttentionBackend = "auto",
         max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
         shard: Shard | None = None,
         communicator: Communicator = ALONE,
     ) -> None:
@@ -81,8 +84,10 @@ class Model:
 
         ``config`` and ``source`` are the whole model's; ``shard``: read only this rank's part, the sizes of which
         are ``local``, and whose sums and logits ``communicator`` joins. ``max_model_len`` bounds positions
-        (default: the config's ``max_position_embeddings``). Raises ``WeightsError`` for a missing, unexpected or
-        wrongly shaped tensor, ``ValueError`` for an unknown backend or more positions than the config has.
+        (default: the config's ``max_position_embeddings``). ``kv_cache_dtype``: auto, as ``dtype``, or fp8, e4m3
+        with scales of 1 (half the memory of bfloat16, and keys and values to 3 bits of mantissa). Raises
+        ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown backend,
+        more positions than the config has, or a cache that the backend cannot read.
         """
         num_positions = config.max_position_embeddings
         if max_model_len is not None and max_model_len > num_positions:
@@ -101,6 +106,7 @@ class Model:
         self.attention = (
             make_attention(attention, spec, self.device) if isinstance(attention, str) else attention
         )
+        self.kv_dtype = choose_kv_dtype(kv_cache_dtype, self.attention.name, dtype)
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         rotary = RotaryTable(frequencies, self.max_model_len, self.device)
         self.operations = make_operations(self.attention.name, rotary, config.rms_norm_eps)
@@ -141,7 +147,7 @@ class Model:
         )
 
     def make_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a KV cache that fits this model, on its device and in its dtype."""
+        """Allocate a KV cache that fits this model, on its device and in its cache's dtype."""
         config = self.local
         return KVCache(
             config.num_layers,
@@ -149,7 +155,7 @@ class Model:
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            self.dtype,
+            self.kv_dtype,
             self.device,
         )
 

@@ -41,6 +41,7 @@ class RankSpec:
     device: str
     attention: str
     max_model_len: int | None
+    kv_cache_dtype: str
     num_threads: int
 
     @property
@@ -66,6 +67,7 @@ class RankSpec:
             device=self.own_device,
             attention=self.attention,
             max_model_len=self.max_model_len,
+            kv_cache_dtype=self.kv_cache_dtype,
             progress=progress,
             shard=self.shard,
             communicator=GroupCommunicator(self.shard),
@@ -134,6 +136,7 @@ def load_sharded(
     device: str = "cpu",
     attention: str = "auto",
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: bool = True,
 ) -> LoadedModel:
     """As `load_model`, over ``size`` ranks; the model's ``ranks`` have to be closed at the end.
@@ -148,7 +151,7 @@ def load_sharded(
     if dist.is_initialized():
         raise CannotShard("this process belongs to a process group already: one sharded model a process")
     threads = max(1, torch.get_num_threads() // size)
-    own = (str(name_or_path), dtype, device, attention, max_model_len, threads)
+    own = (str(name_or_path), dtype, device, attention, max_model_len, kv_cache_dtype, threads)
     port = _free_port()
     specs = [RankSpec(Shard(rank, size), port, *own) for rank in range(size)]
     ranks = ProcessRanks(specs[1:])

@@ -51,6 +51,7 @@ BEFORE_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown setting": (("--set", "foo=1", "x"), ("'foo'", "watermark")),
     "overlap": (("--overlap-depth", "2", "x"), ("--overlap-depth", "0 to 1")),
     "dtype": (("--dtype", "int8", "x"), ("--dtype", "'int8'", "bfloat16")),
+    "KV cache dtype": (("--kv-cache-dtype", "int4", "x"), ("'int4'", "fp8")),
     "device": (("--device", "gpu", "x"), ("'gpu'", "cuda:N")),
     "attention": (("--attention", "flash", "x"), ("'flash'", "reference")),
     "more requests than tokens": (("--max-num-seqs", "600", "x"), ("600", "512", "raise the token budget")),
@@ -88,6 +89,10 @@ BEHIND_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "stop id outside": (("--stop-token-ids", "258", "x"), ("stop_token_ids[0] is 258", "0 to 257")),
     "more logprobs than tokens": (("--logprobs", "999", "--json", "-", "x"), ("logprobs is 999", "258")),
     "bias outside": (("--logit-bias", "258:1", "x"), ("logit_bias has the id 258", "0 to 257")),
+    "a cache that attention cannot read": (
+        ("--kv-cache-dtype", "fp8", "x"),
+        ("kv_cache_dtype is fp8", "attention 'cpu'", "use attention triton"),
+    ),
     "no pattern": (("--guided-regex", "(a", "x"), ("structured_outputs.regex", "unclosed group")),
     "contiguous with prefix caching": (
         ("--policy", "mixed,allocator=contiguous_max", "--enable-prefix-caching", "x"),
@@ -138,6 +143,7 @@ def test_models_that_cannot_be_loaded(
 def test_what_the_options_say_is_what_the_engine_has() -> None:
     """Choices and defaults are written down twice, so that help needs no torch."""
     from pagedserve.engine.llm import LLM
+    from pagedserve.engine.model.kv_dtype import KV_CACHE_DTYPES
     from pagedserve.engine.params import SamplingParams
     from pagedserve.kernels.attention import BACKENDS
 
@@ -146,6 +152,7 @@ def test_what_the_options_say_is_what_the_engine_has() -> None:
         if field.name != "model":
             assert field.default == own[field.name].default, field.name
     assert set(engine_options.ATTENTIONS) == {"auto", *BACKENDS}
+    assert engine_options.KV_CACHE_DTYPES == KV_CACHE_DTYPES
     defaults = {field.name: field.default for field in fields(SamplingParams)}
     unlike = [
         field.name

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
+from server_apps import save_tiny
+
+from pagedserve.engine.model.fetch import PACKAGED_MODELS, cache_home
 
 ROOT = Path(__file__).resolve().parents[2]
 # The command, after something is done to the engine.
@@ -33,6 +37,18 @@ def slow(self):
 EngineLoop.step = slow
 """
 LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+def servable(name: str, folder: Path) -> str:
+    """What to serve for "tiny", or for a packaged model; skips where that is not in the cache."""
+    if name == "tiny":
+        return str(save_tiny(folder / "tiny"))
+    file = cache_home() / "models" / name / PACKAGED_MODELS[name].member.rpartition("/")[2]
+    if not file.is_file():
+        pytest.skip(
+            f"{name} is not in the cache ({file}); `pagedserve generate --model {name} Hi` fetches it"
+        )
+    return str(file)
 
 
 class Server:

@@ -7,6 +7,7 @@ import torch
 from engine_models import engine_of, greedy, hf_config, ids_of, prompts, run_all, small_limits, tiny_model
 from engine_rules import PreemptAt
 
+from pagedserve.engine.kv_memory import block_bytes_of
 from pagedserve.engine.model.batch import SequenceChunk, make_batch
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.kernel_operations import KernelOperations
@@ -82,3 +83,45 @@ def test_logits_equal_the_reference(kind: str) -> None:
 def test_other_backends_keep_torchs_operations() -> None:
     for attention in ("cpu", "reference"):
         assert isinstance(tiny_model("llama", attention).operations, TorchOperations)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_cache_of_bytes_is_near_and_takes_a_quarter(kind: str) -> None:
+    """fp8: what is attended to is what torch's own e4m3 leaves of keys and values; chunk, chunk and decode."""
+    config = ModelConfig.from_hf(hf_config(kind).to_dict())
+    model = Model(
+        config,
+        random_weights(config, 7),
+        dtype=torch.float32,
+        device=DEVICE,
+        attention="triton",
+        kv_cache_dtype="fp8",
+    )
+    exact = triton_model(kind)
+    assert block_bytes_of(model, 16) * 4 == block_bytes_of(exact, 16)
+    found, expected, kv = [], [], model.make_cache(8, 4)
+    assert kv.data.dtype == torch.uint8
+    plain, tokens = exact.make_cache(8, 4), [3, 200, 17, 99, 5, 64, 250, 1, 7]
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        batch = make_batch([SequenceChunk(tokens[start:end], start, [2, 6, 0])], 4, DEVICE)
+        found.append(model.logits(model.forward(batch, kv)))
+        expected.append(exact.logits(exact.forward(batch, plain)))
+    rounded = kv.data.view(torch.float8_e4m3fn).float()
+    first = rounded[0, 2], plain.data[0, 2].to(torch.float8_e4m3fn).float()
+    assert torch.equal(*first), "the first layer's, of which nothing was rounded before"
+    logits, others = torch.cat(found), torch.cat(expected)
+    assert not torch.equal(logits, others)
+    torch.testing.assert_close(logits, others, atol=0.1 * float(others.abs().max()), rtol=0)
+
+
+def test_only_our_kernels_read_bytes() -> None:
+    config = ModelConfig.from_hf(hf_config("llama").to_dict())
+    for attention, words in (("cpu", "attention 'cpu' cannot read"), ("reference", "use attention triton")):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype is fp8, .*{words}"):
+            Model(
+                config,
+                random_weights(config, 7),
+                dtype=torch.float32,
+                attention=attention,
+                kv_cache_dtype="fp8",
+            )

@@ -10,15 +10,13 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from server_apps import save_tiny
-from server_processes import get, line, served
-
-from pagedserve.engine.model.fetch import PACKAGED_MODELS, cache_home
+from pydantic import BaseModel
+from server_processes import get, line, servable, served
 
 SMOLLM2 = "smollm2-135m"
 FRANCE = "The capital of France is"
@@ -28,20 +26,9 @@ WHOLE: Any = {"ignore_eos": True}
 KEY = "a key of ours"
 
 
-def _model_argument(name: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    if name == "tiny":
-        return str(save_tiny(tmp_path_factory.mktemp("models") / "tiny"))
-    file = cache_home() / "models" / name / PACKAGED_MODELS[name].member.rpartition("/")[2]
-    if not file.is_file():
-        pytest.skip(
-            f"{name} is not in the cache ({file}); `pagedserve generate --model {name} Hi` fetches it"
-        )
-    return str(file)
-
-
 @pytest.fixture(scope="module", params=["tiny", SMOLLM2])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = _model_argument(request.param, tmp_path_factory)
+    model = servable(request.param, tmp_path_factory.mktemp("models"))
     names = ("--served-model-name", request.param, "--served-model-name", "alias")
     with served(model, *names, PAGEDSERVE_API_KEYS=KEY) as server:
         server.wait()
@@ -86,12 +73,8 @@ def test_a_completion_and_the_same_one_streamed(client: OpenAI, model: str) -> N
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + 8
     if model == SMOLLM2:
         assert whole.choices[0].text.startswith(" Paris")
-    options: Any = {"include_usage": True}
-    chunks = list(
-        client.completions.create(
-            model=model, prompt=FRANCE, **GREEDY, extra_body=WHOLE, stream=True, stream_options=options
-        )
-    )
+    asked: Any = {"prompt": FRANCE, **GREEDY, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(model=model, **asked, extra_body=WHOLE))
     *told, last = chunks
     assert "".join(chunk.choices[0].text for chunk in told) == whole.choices[0].text
     assert told[-1].choices[0].finish_reason == "length"
@@ -283,34 +266,22 @@ def test_an_answer_that_is_any_json(client: OpenAI, model: str) -> None:
         assert str(made.choices[0].message.content).lstrip().startswith("{")
 
 
-def test_an_answer_by_a_json_schema(client: OpenAI, model: str) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"capital": {"enum": ["Paris", "Rome"]}, "is_large": {"type": "boolean"}},
-        "required": ["capital", "is_large"],
-        "additionalProperties": False,
-    }
+class City(BaseModel):
+    """The form of an answer."""
+
+    capital: Literal["Paris", "Rome"]
+    is_large: bool
+
+
+def test_an_answer_by_a_json_schema_and_the_clients_parser(client: OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "messages": CHAT, "temperature": 0, "max_tokens": 200}
+    schema = {**City.model_json_schema(), "additionalProperties": False}
     form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
-    made = client.chat.completions.create(
-        model=model, messages=CHAT, temperature=0, max_tokens=200, response_format=form
-    )
-    content = json.loads(str(made.choices[0].message.content))
-    assert set(content) == {"capital", "is_large"}
-    assert content["capital"] in ("Paris", "Rome")
-    assert isinstance(content["is_large"], bool)
+    made = client.chat.completions.create(**asked, response_format=form)
     assert made.choices[0].finish_reason == "stop"
-
-
-def test_an_answer_by_a_pydantic_model_and_the_clients_parser(client: OpenAI, model: str) -> None:
-    from pydantic import BaseModel
-
-    class City(BaseModel):
-        is_large: bool
-
-    made = client.chat.completions.parse(
-        model=model, messages=CHAT, temperature=0, max_tokens=200, response_format=City
-    )
-    assert isinstance(made.choices[0].message.parsed, City)
+    assert City.model_validate_json(str(made.choices[0].message.content), strict=True)
+    parsed = client.chat.completions.parse(**asked, response_format=City)
+    assert isinstance(parsed.choices[0].message.parsed, City)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -78,7 +78,11 @@ MISTAKES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"guided_json": 5}, "guided_json", "guided_json"),
     ({"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs", "json and regex"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
-    ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens", "beside structured_outputs"),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 2},
+        "min_tokens",
+        "beside structured_outputs",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
     ({"ignore_eos": "yes"}, "ignore_eos", "ignore_eos is 'yes'"),
     ({"stream": 1}, "stream", "stream is 1"),
