@@ -76,8 +76,8 @@ def traffic(is_tiny: bool) -> Trace:
     """Poisson arrivals at one a second; `with_rate` makes it the rate wanted."""
     if is_tiny:
         return synthesize(4, 1.0, prompt=Uniform(4, 20), output=Uniform(2, 4), rescale=True, name="tiny")
-    lengths = {"prompt": Uniform(100, 1024), "output": Uniform(16, 384)}
-    return synthesize(256, 1.0, **lengths, rescale=True, name="synthetic")
+    prompt, output = Uniform(100, 1024), Uniform(16, 384)
+    return synthesize(256, 1.0, prompt=prompt, output=output, rescale=True, name="synthetic")
 
 
 def _replays(part: Part, bench: Bench) -> None:

@@ -44,12 +44,12 @@ def run_all(
 
 def _started(
     command: Sequence[str], environment: dict[str, str], folder: Path, where: dict[str, Any]
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[Any]:
     # A session of its own, so that what it starts can be ended with it.
     return subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, **where)
 
 
-def _code(process: subprocess.Popen[bytes], deadline: float) -> int:
+def _code(process: subprocess.Popen[Any], deadline: float) -> int:
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -83,7 +83,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("spec", "dtype"), zip(SPECS, DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("spec", "dtype"), list(zip(SPECS, DTYPES, strict=True)), ids=str)
 def test_attention_equals_the_reference(spec: AttentionSpec, dtype: torch.dtype, invariant: bool) -> None:
     """Unwritten slots hold NaN."""
     case = random_case(AWKWARD if IS_CUDA else AWKWARD[1::3], spec, 16, dtype)
