@@ -71,7 +71,7 @@ def test_shared_blocks_hit_alike_live_and_simulated():
     trace = first(sample("shared_prefix_200"), 20)
     setting = Setting(policy("vllm_v1"), LIMITS)
     cost = MeasuredCost(tiny_profile())
-    traffic = plan_traffic(trace, setting, cost, fit=True, run_s=0.3)
+    traffic = plan_traffic(trace, setting, cost, fit=True, run_s=1.5)
     with idle_engine() as idle:
         live = LiveBench(idle).replay(traffic.trace, setting)
     simulated = setting.simulated(traffic.trace, cost)
