@@ -228,7 +228,10 @@ def serve(
         else:
             llm = _started(engine_options, depth, spec, record)
     tell([*llm.decisions, f"policy {label}: {described(spec)}"])
-    ended_well = _serve(llm, label, settings, sock)
+    try:
+        ended_well = _serve(llm, label, settings, sock)
+    finally:
+        llm.close()
     if wall_time is not None:
         tell([wall_time.punctuality])
     if folder is not None:

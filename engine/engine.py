@@ -103,8 +103,7 @@ class Engine(Generic[AnyRunner]):
         options = RequestOptions(
             priority, tenant, deadline_ns, predicted_output_tokens, cache_salt, stop_after
         )
-        params.validate_for_vocab(self.vocabulary.size)
-        self.runner.check(params)
+        self.check(params)
         states = [
             CompletionState(sequence)
             for sequence in self.intake.sequences(prompt, params, options, arrival_ns)
@@ -112,6 +111,12 @@ class Engine(Generic[AnyRunner]):
         for state in states:
             self._hand_in(state, listener, due_ns)
         return states
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters that cannot be honoured; from any thread."""
+        params.validate_for_vocab(self.vocabulary.size)
+        self.runner.check(params)
+        self.intake.grammar(params)
 
     def _hand_in(self, state: CompletionState, listener: Listener | None, due_ns: int | None) -> None:
         request = state.sequence.request

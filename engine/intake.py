@@ -12,7 +12,7 @@ from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.keys import PrefixKeys
 from pagedserve.engine.output_text import OutputTextState
 from pagedserve.engine.params import SamplingParams, check_token_ids
-from pagedserve.engine.sampling.grammar import GrammarCompiler
+from pagedserve.engine.sampling.grammar import GrammarCompiler, GrammarState
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.stops import TokenStops
 from pagedserve.policy import Limits, Request
@@ -64,9 +64,9 @@ class Intake:
         self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions, arrival_ns: int
     ) -> list[SequenceState]:
         """One for each of the ``params.n`` samples. ValueError for a prompt or a form that cannot be had."""
-        vocabulary, wanted = self.vocabulary, params.structured_outputs
+        vocabulary = self.vocabulary
         ids = self._token_ids(prompt)
-        grammar = None if wanted is None else self._grammars.compile(wanted)
+        grammar = self.grammar(params)
         root, keys = self._prompt_keys(ids, params, options.cache_salt)
         first, seed = self._reserve(params)
         request = Request(
@@ -98,6 +98,18 @@ class Intake:
             )
             for sample in range(params.n)
         ]
+
+    def grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The beginning of the form that is asked for. ValueError if no output has it."""
+        if params.structured_outputs is None:
+            return None
+        found = self._grammars.compile(params.structured_outputs)
+        if params.allowed_token_ids is not None and not found.allows_any(params.allowed_token_ids):
+            raise ValueError(
+                "allowed_token_ids has no token with which an output of structured_outputs' form could begin: "
+                "leave one of them out"
+            )
+        return found
 
     def _reserve(self, params: SamplingParams) -> tuple[int, int]:
         """The first of ``params.n`` ids, and the seed that all of them have."""

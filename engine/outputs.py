@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pagedserve.engine.sampling.logprobs import PositionLogprobs
+from pagedserve.engine.sampling.sampler import NothingAllowed
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.token_events import TokenEvent
 from pagedserve.policy import RequestState
@@ -49,6 +50,8 @@ class Delta:
     stop: str | int | None = None
     logprobs: tuple[PositionLogprobs, ...] = ()
     error: str | None = None
+    is_callers_error: bool = False
+    """What failed is what the request asked for, not the model."""
     time_ns: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
@@ -67,6 +70,7 @@ class CompletionState:
     finish_reason: str | None = None
     stop: str | int | None = None
     error: str | None = None
+    is_callers_error: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
 
@@ -75,6 +79,7 @@ class CompletionState:
         is_first = not self.token_ids and event.token_id is not None
         if event.error is not None:
             self.error = str(event.error)
+            self.is_callers_error = isinstance(event.error, NothingAllowed)
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
         self.pieces.append(event.text)
@@ -102,7 +107,17 @@ class CompletionState:
         self.pieces.append(tail)
         self.finish_reason = reason
         request, index = self.sequence.request.id, self.sequence.sample_index
-        return Delta(request, index, (), tail, reason, self.stop, error=self.error, time_ns=time_ns)
+        return Delta(
+            request,
+            index,
+            (),
+            tail,
+            reason,
+            self.stop,
+            error=self.error,
+            is_callers_error=self.is_callers_error,
+            time_ns=time_ns,
+        )
 
     def completion(self) -> Completion:
         """The completion so far."""

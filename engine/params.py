@@ -47,9 +47,7 @@ _LIMITS = {
     "top_p": _Limits(0.0, 1.0, "use 1 to switch it off", whole=False, low_excluded=True),
     "top_k": _Limits(-1, MAX_TOKENS, "use 0 or -1 to switch it off"),
     "min_p": _Limits(0.0, 1.0, "use 0 to switch it off", whole=False),
-    "repetition_penalty": _Limits(
-        0.0, MAX_TEMPERATURE, "use 1 to switch it off", whole=False, low_excluded=True
-    ),
+    "repetition_penalty": _Limits(0.01, 100.0, "use 1 to switch it off", whole=False),
     "presence_penalty": _Limits(-MAX_PENALTY, MAX_PENALTY, "use 0 to switch it off", whole=False),
     "frequency_penalty": _Limits(-MAX_PENALTY, MAX_PENALTY, "use 0 to switch it off", whole=False),
     "n": _Limits(1, MAX_SAMPLES, "ask for at least one sample"),

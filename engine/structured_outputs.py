@@ -25,19 +25,20 @@ class StructuredOutputs:
     json: str | Mapping[str, Any] | bool | None = None
     json_object: bool = False
     regex: str | None = None
-    choice: Sequence[str] = ()
+    choice: Sequence[str] | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", _choices(self.choice))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", _json_text(self.json))
         if not isinstance(self.json_object, bool):
             raise ValueError(
                 f"structured_outputs.json_object is {self.json_object!r}; it must be true or false"
             )
-        given = [name for name in ("json", "regex", "grammar") if getattr(self, name) is not None]
-        given += [name for name in ("json_object", "choice") if getattr(self, name)]
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] * self.json_object
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ValueError(
@@ -61,6 +62,8 @@ def _choices(choice: Sequence[str]) -> tuple[str, ...]:
     if isinstance(choice, str):
         raise ValueError("structured_outputs.choice is a single text; give a list of at least one")
     texts = tuple(choice)
+    if not texts:
+        raise ValueError("structured_outputs.choice is empty, so that no output fits: give at least one text")
     if len(texts) > MAX_CHOICES:
         raise ValueError(f"structured_outputs.choice has {len(texts)} texts; give {MAX_CHOICES} at most")
     for index, text in enumerate(texts):

@@ -85,6 +85,10 @@ class WallTimeLLM:
             f"most; in {wall.num_late_steps:,} the server's own work took longer than the step"
         )
 
+    def close(self) -> None:
+        """As `LLM.close`."""
+        self.engine.close()
+
     def record(self, trace: dict[str, Any] | None = None) -> RunRecord:
         """The record of everything so far, of kind "simulated"."""
         return self.engine.record(trace)

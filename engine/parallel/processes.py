@@ -24,6 +24,7 @@ from pagedserve.engine.parallel.shards import CannotShard, Shard
 from pagedserve.engine.parallel.worker import Worker
 
 CLOSING_S = 20.0
+UP, READY = "up", "ready"
 
 
 class RankEnded(RuntimeError):
@@ -82,17 +83,22 @@ class ProcessRanks:
         self.size = len(specs) + 1
         command = [sys.executable, "-m", "pagedserve.engine.parallel.processes"]
         self._workers: list[subprocess.Popen[bytes]] = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in specs
+            # In sessions of their own: Ctrl-C in a terminal is for rank 0, which lets its requests finish.
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            for _ in specs
         ]
         for worker, spec in zip(self._workers, specs, strict=True):
             self._write(worker, pickle.dumps(asdict(spec)))
 
-    def wait_until_ready(self) -> None:
-        """Return when all have loaded their parts. `CannotShard` says what went wrong."""
+    def wait_for(self, word: str) -> None:
+        """Return when all have said it: that they are up, that they have loaded their parts.
+
+        `CannotShard` says what went wrong.
+        """
         for rank, worker in enumerate(self._workers, start=1):
             assert worker.stdout is not None
             said = worker.stdout.readline().decode(errors="replace").strip()
-            if said != "ready":
+            if said != word:
                 self.close()
                 raise CannotShard(f"rank {rank} of {self.size} could not start: {said or 'it ended'}")
 
@@ -156,8 +162,9 @@ def load_sharded(
     specs = [RankSpec(Shard(rank, size), port, *own) for rank in range(size)]
     ranks = ProcessRanks(specs[1:])
     try:
+        ranks.wait_for(UP)  # or rank 0 would wait for the others as long as torch's time-out
         loaded = specs[0].load(progress)
-        ranks.wait_until_ready()
+        ranks.wait_for(READY)
     except BaseException:
         ranks.close()
         raise
@@ -172,8 +179,9 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    """A worker: a spec, then messages, from standard input; one line to standard output when it is ready."""
+    """A worker: a spec, then messages, from standard input; `UP` and `READY` to standard output, or what is wrong."""
     told, said = sys.stdin.buffer, sys.stdout
+    print(UP, file=said, flush=True)
     given = pickle.load(told)
     spec = RankSpec(**{**given, "shard": Shard(**given["shard"])})
     try:
@@ -181,7 +189,7 @@ def main() -> None:
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=said, flush=True)
         sys.exit(1)
-    print("ready", file=said, flush=True)
+    print(READY, file=said, flush=True)
     while True:
         try:
             message = pickle.load(told)

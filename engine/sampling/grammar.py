@@ -63,6 +63,13 @@ class GrammarState:
             return _first_line(self._matcher.get_error())
         return None
 
+    def allows_any(self, token_ids: Iterable[int]) -> bool:
+        """Whether one of these tokens may come next."""
+        words = np.zeros(self._num_words, dtype=np.int32)
+        self.fill(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        return bool(bits[list(token_ids)].any())
+
     def accept(self, token_id: int) -> bool:
         """Take the token that came; True if the output ends with it."""
         self._matcher.consume_token(token_id)
@@ -96,13 +103,18 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         name, text = _grammar(wanted)
-        limits = LLParserLimits(verbose_errors=False)
+        # Wide schemas have many rules alive at a time; at about 20,000 items a millisecond this is still quick.
+        limits = LLParserLimits(verbose_errors=False, max_items_in_row=10_000, step_max_items=100_000)
         matcher = LLMatcher(tokenizer, text, log_level=QUIET, limits=limits)
         if matcher.is_error():
             raise GrammarError(
                 f"structured_outputs.{name} cannot be used: {_first_line(matcher.get_error())}"
             )
-        return GrammarState(matcher, self._size)
+        found = GrammarState(matcher, self._size)
+        words = np.zeros(num_words(self._size), dtype=np.int32)
+        if found.fill(words) is not None or not words.any():
+            raise GrammarError(f"structured_outputs.{name} cannot be used: no output has this form")
+        return found
 
     def _make_tokenizer(self) -> LLTokenizer:
         if not self._eos:
@@ -139,7 +151,7 @@ def _grammar(wanted: StructuredOutputs) -> tuple[str, str]:
     try:
         if wanted.json is not None or wanted.json_object:
             schema = wanted.json if isinstance(wanted.json, str) else '{"type": "object"}'
-            options = {"whitespace_pattern": JSON_WHITESPACE}
+            options = {"whitespace_pattern": JSON_WHITESPACE, "coerce_one_of": True}
             return "json", LLMatcher.grammar_from_json_schema(schema, overrides=options)  # pyright: ignore
         if wanted.choice:
             return "choice", grammar_from("choice", json.dumps(wanted.choice))
@@ -157,4 +169,4 @@ def _first_line(error: str) -> str:
     said = next(
         (line for line in lines if line.startswith("error:")), lines[0] if lines else "no reason given"
     )
-    return said[:300]
+    return said.removeprefix("error: ")[:300]

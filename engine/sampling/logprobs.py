@@ -87,6 +87,9 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     `torch.topk` leaves the order of equals open, and bfloat16 logits are full of them, so it gets integers
     that differ: the logit's bits, mapped to sort like the number, above the complement of the id.
     """
+    if count == 0:
+        nothing = logits.new_empty((len(logits), 0))
+        return nothing, nothing.to(torch.int64)
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0 in bits too
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[-1], device=logits.device)

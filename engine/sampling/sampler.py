@@ -28,6 +28,10 @@ class SamplingError(RuntimeError):
     """A row of logits from which no token can be chosen; only its own request is affected."""
 
 
+class NothingAllowed(SamplingError):
+    """What the request itself asks for leaves no token: a grammar that gave up, or masks that leave nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """One step's choices, on the device. tokens: int64 [R]. peaks: float32 [R], each row's largest logit.
@@ -41,13 +45,17 @@ class SampledTokens:
     peaks: Tensor
     logprob_batch: LogprobBatch | None
     failures: Mapping[int, str]
+    is_adjusted: bool = False
+    """Whether requests asked for changes to the logits."""
 
     def errors(self) -> dict[int, SamplingError]:
         """By request, what went wrong in its row; empty when all is well. Waits for the device."""
         requests = self.layout.requests
         failed = torch.nonzero(~torch.isfinite(self.peaks)).flatten().tolist()
         return {
-            requests[row]: _explain(requests[row], self.peaks[row].item(), self.failures.get(row))
+            requests[row]: _explain(
+                requests[row], self.peaks[row].item(), self.failures.get(row), self.is_adjusted
+            )
             for row in failed
         }
 
@@ -82,7 +90,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     if raw is not None:
         logprob_batch = gather_logprobs(raw, tokens[layout.logprob_rows], max(layout.num_top_logprobs))
     failures = {} if batch.adjustments is None else batch.adjustments.failures
-    return SampledTokens(layout, tokens, peaks, logprob_batch, failures)
+    return SampledTokens(layout, tokens, peaks, logprob_batch, failures, batch.adjustments is not None)
 
 
 @cache
@@ -140,12 +148,13 @@ def _draw_part(logits: Tensor, peaks: Tensor, batch: SamplingBatch, part: slice)
     return draw_plain(rows)
 
 
-def _explain(request: int, peak: float, failure: str | None) -> SamplingError:
+def _explain(request: int, peak: float, failure: str | None, is_adjusted: bool) -> SamplingError:
     if failure is not None:
-        problem = f"its grammar cannot go on ({failure}); use a simpler one"
-    elif peak == -inf:
+        return NothingAllowed(f"request {request}: its grammar cannot go on ({failure}); use a simpler one")
+    if peak == -inf:
         problem = "no token is left to choose: every logit is -inf or masked; allow more token ids"
-    elif isnan(peak):
+        return (NothingAllowed if is_adjusted else SamplingError)(f"request {request}: {problem}")
+    if isnan(peak):
         problem = "the model's logits contain NaN; check the weights and the dtype"
     else:
         problem = "the model's logits contain +inf; check the weights and the dtype"

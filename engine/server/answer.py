@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -92,6 +93,13 @@ class Answer(ABC):
                     "the request was ended before its answer was complete; retry later",
                     code="aborted",
                 )
+        if any(choice.prompt_logprobs for choice in self.choices):
+            return await asyncio.to_thread(
+                self._whole
+            )  # thousands of positions: the event loop has others to serve
+        return self._whole()
+
+    def _whole(self) -> bytes:
         choices = [self._with_ending(each, self.whole_choice(each), each) for each in self.choices]
         return as_json(
             {
@@ -109,7 +117,11 @@ class Answer(ABC):
         head = {**self._head, "object": self.chunk_object, **self._about}
         wanted = self.wanted
         async for choice, delta in self._choices():
-            told = self._with_ending(choice, self.chunk_choice(choice, delta), delta)
+            if delta.prompt_logprobs:
+                content = await asyncio.to_thread(self.chunk_choice, choice, delta)
+            else:
+                content = self.chunk_choice(choice, delta)
+            told = self._with_ending(choice, content, delta)
             choice.has_begun = True
             chunk: dict[str, Any] = {**head, "choices": [told]}
             if wanted.includes_usage:

@@ -36,7 +36,9 @@ def make_app(backend: EngineBackend, tokenizer: Any, settings: ServerSettings) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.front = front = FrontEnd(backend, PromptCodec(tokenizer), settings)
+    app.state.front = front = FrontEnd(
+        backend, PromptCodec(tokenizer, backend.facts.limits.max_model_len), settings
+    )
     app.state.registry = registry_of(front)
     app.state.live = LiveFeed(front)
     errors.install(app)

@@ -95,6 +95,10 @@ class EngineBackend(Protocol):
         """
         ...
 
+    async def check(self, params: SamplingParams) -> None:
+        """Raise ValueError for what cannot be honoured, before a request counts as accepted."""
+        ...
+
     def abort(self, request: int, reason: str = "abort") -> None:
         """Ask for a sequence's end, with that finish reason."""
         ...
@@ -162,6 +166,13 @@ class ThreadBackend:
             raise
         finally:
             await deltas.aclose()
+
+    async def check(self, params: SamplingParams) -> None:
+        """See `EngineBackend.check`; a grammar is compiled in a worker thread."""
+        if params.structured_outputs is None:
+            self._served.engine.check(params)
+        else:
+            await asyncio.to_thread(self._served.engine.check, params)
 
     def abort(self, request: int, reason: str = "abort") -> None:
         """See `EngineBackend.abort`."""

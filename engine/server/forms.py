@@ -16,21 +16,34 @@ _GUIDED = {
 }
 
 
-def form_of(request: GenerationRequest) -> StructuredOutputs | None:
-    """What the request asks for; None for any text. `ApiError` 400 for more than one form, or none that can be."""
+def form_of(request: GenerationRequest) -> tuple[str, StructuredOutputs] | None:
+    """The parameter that asks for a form, and the form; None for any text.
+
+    `ApiError` 400 for more than one form, or none that can be.
+    """
     asked = {name: getattr(request, name) for name in _GUIDED if getattr(request, name) is not None}
     fields = {name: {_GUIDED[name]: value} for name, value in asked.items()}
     if request.structured_outputs is not None:
         fields["structured_outputs"] = _given(request.structured_outputs.model_dump(by_alias=True))
-    if request.response_format is not None and request.response_format.type != "text":
-        fields["response_format"] = _response_format(request.response_format)
+    asked_format = request.response_format
+    if (
+        asked_format is not None
+        and asked_format.json_schema is not None
+        and asked_format.type != "json_schema"
+    ):
+        raise bad_request(
+            f"response_format has a json_schema and the type {asked_format.type!r}; make the type json_schema",
+            "response_format",
+        )
+    if asked_format is not None and asked_format.type != "text":
+        fields["response_format"] = _response_format(asked_format)
     if not fields:
         return None
     if len(fields) > 1:
         raise bad_request(f"{' and '.join(fields)} ask for a form each; give one of them", next(iter(fields)))
     name, form = next(iter(fields.items()))
     try:
-        return StructuredOutputs(**form)
+        return name, StructuredOutputs(**form)
     except ValueError as error:
         raise bad_request(str(error), name) from error
 

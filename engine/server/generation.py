@@ -12,7 +12,7 @@ from pagedserve.engine.engine import EngineDead
 from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.server.admission import Ticket
-from pagedserve.engine.server.errors import ApiError
+from pagedserve.engine.server.errors import ApiError, bad_request
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.meter import PromptMeter
 from pagedserve.engine.server.prompts import Encoded
@@ -134,6 +134,8 @@ class Generation:
                     yield prompt, Delta(-1, sample, (), "", "abort")
                 return
             prompt, delta = item
+            if delta.finish_reason == "error" and delta.is_callers_error:
+                raise bad_request(f"the output cannot go on: {delta.error}", code="nothing_allowed")
             if delta.finish_reason == "error":
                 raise ApiError(500, f"the output failed: {delta.error}", code="output_failed")
             if delta.finish_reason is not None:
@@ -161,7 +163,7 @@ class Generation:
         if isinstance(error, EngineDead):
             return ApiError(500, str(error), code="engine_dead")
         if isinstance(error, ValueError):
-            return named(error)
+            return named(error, self._wanted.form_name)
         return error
 
     async def _feed(self) -> None:
@@ -190,6 +192,8 @@ class Generation:
             PromptState(each.ids, each.text, own, meter)
             for each, own, meter in zip(encoded, params, self._meters, strict=True)
         ]
+        for own in params:
+            await front.backend.check(own)
         for prompt in self.prompts:
             prompt.meter.accepted(len(prompt.ids), prompt.params.max_tokens)
 

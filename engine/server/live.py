@@ -81,7 +81,9 @@ class LiveFeed:
                     seen = frame.number
                     continue
                 try:
-                    await asyncio.wait_for(fresh.wait(), BEAT_S)
+                    # Not `wait_for`, which in Python 3.11 loses a cancellation that comes with the event.
+                    async with asyncio.timeout(BEAT_S):
+                        await fresh.wait()
                 except TimeoutError:
                     yield BEAT
         finally:

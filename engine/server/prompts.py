@@ -39,8 +39,13 @@ class PromptCodec:
     interpreter's lock while it works.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """ValueError for one that is not fast, or whose text cannot be streamed."""
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        """ValueError for one that is not fast, or whose text cannot be streamed.
+
+        ``max_model_len``: tokens that a prompt may have; what is far longer is refused before it is tokenised.
+        """
+        self._max_model_len = max_model_len
+        self._longest_piece: int | None = None
         self._pieces = TokenPieces.of(tokenizer)
         self._tokenizer = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
@@ -62,6 +67,8 @@ class PromptCodec:
 
     def prompt(self, prompt: Prompt, add_special_tokens: bool, echo: bool, skips_special: bool) -> Encoded:
         """A prompt of completions; ``echo``: with its text, of ids without special tokens if they are skipped."""
+        if isinstance(prompt, str):
+            self._check_length(prompt, "prompt")
         ids = self.encode(prompt, add_special_tokens)
         if not echo:
             return Encoded(ids)
@@ -69,7 +76,25 @@ class PromptCodec:
 
     def chat(self, options: ChatOptions) -> Encoded:
         """Messages, through the model's chat template. `ApiError` 400 if it refuses them."""
-        return Encoded(self.encode(self._render(options), options.add_special_tokens))
+        rendered = self._render(options)
+        self._check_length(rendered, "messages")
+        return Encoded(self.encode(rendered, options.add_special_tokens))
+
+    def _check_length(self, text: str, name: str) -> None:
+        """Refuse what is too long whatever its tokens are: tokenising megabytes keeps others waiting for seconds."""
+        if len(text) <= 4 * self._max_model_len:
+            return
+        if self._longest_piece is None:
+            ids = range(self._backend.get_vocab_size())
+            self._longest_piece = max(len(self._pieces.piece(token_id)) for token_id in ids)
+        num_bytes, most = len(text.encode()), self._max_model_len * self._longest_piece
+        if num_bytes > most:
+            raise bad_request(
+                f"{name} has {num_bytes:,} bytes; no token has more than {self._longest_piece}, and the model reads "
+                f"{self._max_model_len} tokens: send {most:,} bytes or fewer",
+                name,
+                "context_length_exceeded",
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ids, those of a prompt or a client's."""

@@ -10,7 +10,7 @@ from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.server.backend import BackendFacts, SubmitOptions
 from pagedserve.engine.server.errors import ApiError, bad_request
 from pagedserve.engine.server.forms import form_of
-from pagedserve.engine.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from pagedserve.engine.server.schema import MAX_BIASES, ChatRequest, CompletionRequest, GenerationRequest
 from pagedserve.engine.server.settings import ServerSettings
 from pagedserve.engine.server.unsupported import refuse_extras
 from pagedserve.policy import Request, RequestRefused
@@ -45,6 +45,8 @@ class Wanted:
     includes_continuous_usage: bool
     echoes_only: bool
     num_prompt_logprobs: int | None
+    form_name: str | None
+    """The parameter that asks for a form."""
 
     def params(self, num_prompt_tokens: int, facts: BackendFacts) -> SamplingParams:
         """Sampling for a prompt of that length. `ApiError` 400 where the limits leave no room for it."""
@@ -79,7 +81,10 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
     fields = {name: value for name, value in given.items() if value is not None}
     fields["logprobs"] = _logprobs(request, settings)
     fields["prompt_logprobs"] = _prompt_logprobs(request, settings, fields["logprobs"])
-    fields["structured_outputs"] = form_of(request)
+    form_name, fields["structured_outputs"] = form_of(request) or (None, None)
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        told = f"logit_bias has {len(request.logit_bias or ())} tokens; give {MAX_BIASES} at most"
+        raise bad_request(told, "logit_bias")
     options = request.stream_options
     if options is not None and not request.stream:
         raise bad_request("stream_options are about streams and stream is not true; leave them out")
@@ -107,6 +112,7 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
         and bool(options.continuous_usage_stats),
         echoes_only=echoes_only,
         num_prompt_logprobs=request.prompt_logprobs,
+        form_name=form_name,
     )
 
 
@@ -172,7 +178,9 @@ def _prompt_logprobs(
     return count
 
 
-def named(error: ValueError) -> ApiError:
-    """The engine's refusal; its messages begin with the parameter's name."""
+def named(error: ValueError, form_name: str | None = None) -> ApiError:
+    """The engine's refusal; its messages begin with the parameter's name. ``form_name``: what a form was asked by."""
     first = str(error).split(" ", 1)[0].split("[", 1)[0].split(".", 1)[0]
+    if first == "structured_outputs" and form_name is not None:
+        return bad_request(str(error), form_name)
     return bad_request(str(error), first if first in _TOLD else None)

@@ -86,7 +86,7 @@ class StreamOptions(BaseModel):
 class JsonSchema(BaseModel):
     """A named schema of ``response_format``; all of it that can be kept is kept, ``strict`` or not."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
     name: Text
     description: str | None = None
     form: Annotated[dict[str, Any], Field(alias="schema")]
@@ -125,7 +125,7 @@ class GenerationRequest(_Request):
     repetition_penalty: float | None = 1.0
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None

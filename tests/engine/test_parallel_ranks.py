@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,14 @@ def test_what_it_is_made_of_is_told(sharded: LLM) -> None:
     assert (local.num_kv_heads, sharded.model.config.num_kv_heads) == (1, 2)
     with pytest.raises(CannotShard, match="belongs to a process group already"):
         LLM("anything", tensor_parallel_size=2)
+
+
+def test_ctrl_c_in_a_terminal_is_for_rank_0_alone(sharded: LLM) -> None:
+    """The others are in sessions of their own: rank 0 lets its requests finish, and needs them for that."""
+    ranks = sharded.model.ranks
+    assert isinstance(ranks, ProcessRanks)
+    own = os.getsid(0)
+    assert all(os.getsid(worker.pid) == worker.pid != own for worker in ranks._workers)
 
 
 def test_a_rank_that_dies_ends_the_engine(model: Path, sharded: LLM) -> None:

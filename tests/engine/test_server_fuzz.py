@@ -40,6 +40,24 @@ def served() -> Iterator[Running]:
         assert_nothing_held(made.engine)
 
 
+# Values that random ones hardly ever come to: a pattern that is one, ids that are tokens.
+SENSIBLE: dict[str, Any] = {
+    "guided_regex": "[ab]{2}",
+    "guided_choice": ["yes", "no"],
+    "guided_json": {"type": "integer", "minimum": 0, "maximum": 9},
+    "guided_grammar": 'start: "<" /[ab]/ ">"',
+    "structured_outputs": {"regex": "[cd]"},
+    "response_format": {"type": "json_object"},
+}
+FORMS = tuple(SENSIBLE)
+SENSIBLE |= {
+    "logit_bias": {"65": -1.5},
+    "allowed_token_ids": None,
+    "prompt_logprobs": None,
+    "stop_token_ids": [7],
+}
+
+
 def _examples(served: Running, mode: GenerationMode) -> st.SearchStrategy[Any]:
     schema: Any = schemathesis.openapi.from_asgi("/openapi.json", served.app)
     operations = [result.ok() for result in schema.get_all_operations()]
@@ -63,6 +81,9 @@ def _sensible(case: Any, keeps_extras: bool) -> None:
             if isinstance(body.get(name), int) and not isinstance(body[name], bool):
                 body[name] = body[name] % 5
         body.setdefault("max_tokens", 3)
+        for name in [name for name in FORMS if name in body][1:]:
+            del body[name]
+        body |= {name: value for name, value in SENSIBLE.items() if name in body}
 
 
 def _fuzz(served: Running, mode: GenerationMode, count: int) -> None:

@@ -229,8 +229,105 @@ def test_forms_are_compiled_beside_running_requests_and_mixed_with_them() -> Non
 
     for index, (status, answer) in enumerate(_run(main)):
         if index % 3 == 0:
-            assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+            assert (status, answer["error"]["param"]) == (400, "guided_regex")
         else:
             assert answer["choices"][0]["text"].lstrip("\N{REPLACEMENT CHARACTER}") == "ab"[index % 2] * (
                 index + 1
             )
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no output has this form"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no output has this form"),
+        (
+            {"guided_choice": ["red"], "allowed_token_ids": [5]},
+            "allowed_token_ids",
+            "no token with which an output",
+        ),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty", "repetition_penalty is 1e-38"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            "response_format",
+            "make the type json_schema",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": SCHEMA, "strickt": 1},
+                }
+            },
+            "response_format",
+            "strickt",
+        ),
+    ],
+)
+def test_h2_what_cannot_be_is_refused_and_never_counts_as_accepted(
+    asked: dict[str, Any], param: str, words: str
+) -> None:
+    """CASES H2 and H3: a client's mistake is a 400, before anything counts as accepted or ended."""
+
+    async def main(served: Running) -> Any:
+        answer = await served.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, **asked})
+        await served.at_rest()
+        return answer, served.front.counts.num_accepted, dict(served.front.counts.ended)
+
+    answer, num_accepted, ended = _run(main)
+    error = answer.json()["error"]
+    assert (answer.status_code, num_accepted, ended) == (400, 0, {})
+    assert error["param"].startswith(param), error
+    assert words in error["message"]
+
+
+def test_a_form_that_leaves_nothing_later_on_is_the_callers() -> None:
+    """The first token may be an a; then only a b fits, which is not allowed: 400 and not 500."""
+    body = {"prompt": PROMPT, "guided_regex": "ab", "allowed_token_ids": ids_of("a")}
+
+    async def main(served: Running) -> Any:
+        whole = await served.ask("/v1/completions", body)
+        streamed = await served.ask("/v1/completions", {**body, "stream": True})
+        await served.at_rest()
+        return whole, streamed
+
+    whole, streamed = _run(main)
+    assert (whole.status_code, whole.json()["error"]["code"]) == (400, "nothing_allowed")
+    assert '"code":"nothing_allowed"' in streamed.text.replace(" ", "")
+
+
+def test_one_of_is_taken_as_any_of() -> None:
+    """Pydantic's discriminated unions have oneOf, with strictness that no client can switch on."""
+    schema = {"oneOf": [{"const": 1}, {"const": 2}]}
+
+    async def main(served: Running) -> Any:
+        return await served.complete(prompt=PROMPT, max_tokens=8, guided_json=schema)
+
+    assert _run(main)["choices"][0]["text"] in ("1", "2")
+
+
+def test_a9_a_text_that_is_too_long_whatever_its_tokens_is_not_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CASES A9: megabytes are refused by their bytes; a text that could fit goes to the tokenizer."""
+    seen: list[int] = []
+
+    async def main(served: Running) -> Any:
+        encode = served.front.codec.encode
+
+        def spy(prompt: Any, *rest: Any) -> list[int]:
+            seen.append(len(prompt))
+            return encode(prompt, *rest)
+
+        monkeypatch.setattr(served.front.codec, "encode", spy)
+        long = await served.ask("/v1/completions", {"prompt": "x" * 1_000_000, "max_tokens": 1})
+        chat = [{"role": "user", "content": "y" * 1_000_000}]
+        also = await served.ask(CHAT, {"messages": chat, "max_tokens": 1})
+        fits = await served.ask("/v1/completions", {"prompt": "x" * 90, "max_tokens": 1})
+        return long, also, fits
+
+    long, also, fits = _run(main)
+    assert (long.status_code, also.status_code, fits.status_code) == (400, 400, 200)
+    assert "prompt has 1,000,000 bytes" in long.json()["error"]["message"]
+    assert also.json()["error"]["param"] == "messages"
+    assert seen == [90]
