@@ -55,6 +55,21 @@ SENSIBLE |= {
     "allowed_token_ids": None,
     "prompt_logprobs": None,
     "stop_token_ids": [7],
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 3,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "min_tokens": 0,
+    "stop": "zz",
+    "echo": True,
+    "prompt": [[97, 98], [99]],
+    "top_logprobs": None,
+    "logprobs": None,
+    "stream_options": None,
 }
 
 
