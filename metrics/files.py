@@ -16,6 +16,7 @@ from pagedserve.metrics.record import (
     CLIENT_SCHEMAS,
     OPTIONAL_TABLES,
     SCHEMAS,
+    SINCE_VERSION_3,
     TABLES,
     RecordError,
     RunRecord,
@@ -56,7 +57,7 @@ def read_record(folder: Path) -> RunRecord:
         if name in OPTIONAL_TABLES and not path.exists():
             tables[name] = None
         else:
-            tables[name] = _read_table(name, path)
+            tables[name] = _read_table(name, path, header)
     try:
         return RunRecord(header, **tables)
     except RecordError as error:  # a null or a word that is not allowed: found in memory, name the folder
@@ -110,15 +111,27 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _read_table(name: str, path: Path) -> pa.Table:
+def _read_table(name: str, path: Path, header: dict[str, Any]) -> pa.Table:
     if not path.is_file():
         raise RecordError(f"{path}: expected the table {name}, found {_kind_of(path)}")
     try:
         with pq.ParquetFile(path) as file:
-            check_schema(name, file.schema_arrow, str(path))
-            return file.read().select(SCHEMAS[name].names)
+            table = file.read()
+            if header["format_version"] < 3:
+                table = _with_new_columns(name, table, header["kind"] == "client")
+            check_schema(name, table.schema, str(path))
+            return table.select(SCHEMAS[name].names)
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{path}: expected a Parquet file: {error}") from error
+
+
+def _with_new_columns(name: str, table: pa.Table, is_client: bool) -> pa.Table:
+    """Add what a record from before version 3 lacks: nothing was ever swapped."""
+    for field in SCHEMAS[name]:
+        if field.name in SINCE_VERSION_3[name] and field.name not in table.column_names:
+            none: Any = [] if pa.types.is_list(field.type) else None if is_client else 0
+            table = table.append_column(field.name, pa.array([none] * table.num_rows, field.type))
+    return table
 
 
 def _kind_of(path: Path) -> str:

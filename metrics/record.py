@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)  # version 1 knew no records of clients; nothing else differs
+FORMAT_VERSION = 3
+READ_VERSIONS = (1, 2, 3)  # version 1 knew no records of clients, 2 no swaps: `SINCE_VERSION_3`
 KINDS = ("simulated", "live", "client")
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "refused", "error", "unfinished")
 CALL_KINDS = ("add", "abort", "schedule", "commit")
@@ -60,6 +60,9 @@ STEPS = (  # State columns describe the moment after this step was scheduled.
     Column("num_discarded_tokens", I32, "tokens this step computed for requests that had already stopped"),
     Column("num_recomputed_tokens", I32, "tokens this step computed again after a preemption"),
     Column("num_prefix_hit_tokens", I32, "tokens the prefix cache saved this step from computing"),
+    Column("num_blocks_swapped_out", I32, "blocks copied to host memory before this step computed"),
+    Column("num_blocks_swapped_in", I32, "blocks copied back from host memory before this step computed"),
+    Column("num_cpu_blocks_used", I32, "blocks of host memory that hold KV of preempted requests"),
     Column("plan_digest", I64, "hash of the step's plan"),
 )
 REQUESTS = (
@@ -105,6 +108,14 @@ PLANS = (  # One row a step, the plan as flat lists: entry j of the lists of one
     Column("block_requests", LIST, "appended blocks: request"),
     Column("block_counts", LIST, "appended blocks: how many of block_ids are this request's"),
     Column("block_ids", LIST, "appended blocks: ids, requests one after another"),
+    Column("out_requests", LIST, "swapped out: request"),
+    Column("out_counts", LIST, "swapped out: how many of the blocks are this request's"),
+    Column("out_blocks", LIST, "swapped out: blocks, requests one after another"),
+    Column("out_host_blocks", LIST, "swapped out: the host blocks they are copied to"),
+    Column("in_requests", LIST, "swapped in: request"),
+    Column("in_counts", LIST, "swapped in: how many of the blocks are this request's"),
+    Column("in_blocks", LIST, "swapped in: blocks, requests one after another"),
+    Column("in_host_blocks", LIST, "swapped in: the host blocks they are copied from"),
     Column("filled_requests", LIST, "blocks this step fills: request"),
     Column("filled_indices", LIST, "blocks this step fills: index in the request's block table"),
     Column("filled_keys", LIST, "blocks this step fills: prefix key"),
@@ -118,6 +129,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "plans": PLANS,
 }
 OPTIONAL_TABLES = ("plans",)
+SINCE_VERSION_3: dict[str, frozenset[str]] = {
+    **dict.fromkeys(TABLES, frozenset()),
+    "steps": frozenset(("num_blocks_swapped_out", "num_blocks_swapped_in", "num_cpu_blocks_used")),
+    "plans": frozenset(c.name for c in PLANS if c.name.startswith(("out_", "in_"))),
+}
 UNSEEN: dict[str, frozenset[str]] = {
     **dict.fromkeys(TABLES, frozenset()),
     "steps": frozenset(c.name for c in STEPS) - {"step", "commit_ns"},

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from pagedserve.metrics.record import FORMAT_VERSION, SCHEMAS, RunRecord
-from pagedserve.policy.plan import Finished, Outcome, StepPlan
+from pagedserve.policy.plan import Finished, Outcome, StepPlan, Swap
 from pagedserve.policy.request import Request, RequestState
 from pagedserve.policy.scheduler import Scheduler
 
@@ -202,6 +202,9 @@ class Recorder:
         columns["num_preemptions"].append(scheduler.num_preemptions - self._num_preemptions)
         columns["num_recomputed_tokens"].append(plan.num_recomputed_tokens)
         columns["num_prefix_hit_tokens"].append(plan.num_prefix_hit_tokens)
+        columns["num_blocks_swapped_out"].append(plan.shape.num_blocks_swapped_out)
+        columns["num_blocks_swapped_in"].append(plan.shape.num_blocks_swapped_in)
+        columns["num_cpu_blocks_used"].append(scheduler.host.num_used_blocks)
         columns["plan_digest"].append(plan_digest(plan))
         self._num_preemptions = scheduler.num_preemptions
 
@@ -223,6 +226,8 @@ class Recorder:
             block_requests=[owner for owner, _ in plan.new_blocks],
             block_counts=[len(blocks) for _, blocks in plan.new_blocks],
             block_ids=[block for _, blocks in plan.new_blocks for block in blocks],
+            **_swap_columns("out", plan.swapped_out),
+            **_swap_columns("in", plan.swapped_in),
             filled_requests=[request for request, _, _ in filled],
             filled_indices=[index for _, index, _ in filled],
             filled_keys=self._numbers(tuple(key for _, _, key in filled)),
@@ -256,7 +261,19 @@ def plan_digest(plan: StepPlan) -> int:
     for owner, blocks in plan.new_blocks:
         flat += (owner, len(blocks))
         flat += blocks
+    for sign, swaps in ((-1, plan.swapped_out), (-2, plan.swapped_in)):
+        for request, blocks, host_blocks in swaps:
+            flat += (sign, request, len(blocks), *blocks, *host_blocks)
     return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
+def _swap_columns(way: str, swaps: tuple[Swap, ...]) -> dict[str, list[int]]:
+    return {
+        f"{way}_requests": [swap.request for swap in swaps],
+        f"{way}_counts": [len(swap.blocks) for swap in swaps],
+        f"{way}_blocks": [block for swap in swaps for block in swap.blocks],
+        f"{way}_host_blocks": [block for swap in swaps for block in swap.host_blocks],
+    }
 
 
 class _Columns:

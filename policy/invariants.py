@@ -69,6 +69,7 @@ def _check_group(scheduler: Scheduler) -> None:
 def _check_blocks(scheduler: Scheduler) -> None:
     allocator, limits = scheduler.allocator, scheduler.limits
     allocator.check(scheduler.running.values())
+    scheduler.host.check(scheduler.states.values(), limits.block_size)
     assert allocator.num_cached_blocks <= allocator.num_free_blocks <= limits.num_blocks
     if not scheduler.states and not scheduler.in_flight:
         assert allocator.num_free_blocks == limits.num_blocks, "blocks leaked: nothing is left to hold them"

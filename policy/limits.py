@@ -12,7 +12,8 @@ class Limits:
 
     ``max_num_batched_tokens`` tokens computed in one step; ``max_num_seqs`` requests running at once;
     ``max_model_len`` prompt plus output tokens of one request; ``block_size`` tokens in a KV block;
-    ``num_blocks`` KV blocks in the pool; ``max_num_queued_reqs`` requests that may wait (None: no limit).
+    ``num_blocks`` KV blocks in the pool; ``max_num_queued_reqs`` requests that may wait (None: no limit);
+    ``num_cpu_blocks`` KV blocks in host memory, for preemption by swapping.
     """
 
     max_num_batched_tokens: int = 8192
@@ -21,6 +22,7 @@ class Limits:
     block_size: int = 16
     num_blocks: int = 8192
     max_num_queued_reqs: int | None = None
+    num_cpu_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -33,6 +35,8 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.num_cpu_blocks < 0:
+            raise ValueError(f"num_cpu_blocks is {self.num_cpu_blocks}; it must be at least 0")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len}; a prompt and an output token need 2")
         if self.max_num_seqs > self.max_num_batched_tokens:

@@ -16,13 +16,22 @@ class PrefillChunk(NamedTuple):
     samples: bool
 
 
+class Swap(NamedTuple):
+    """KV of ``request`` to copy: ``blocks[i]`` of the pool and ``host_blocks[i]`` of host memory, whole blocks."""
+
+    request: int
+    blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """All that a cost model sees of a step; exact integers.
 
     ``chunks`` holds ``(num_tokens, context)`` for each prefill chunk, context being the tokens in KV before
     it. Every decode computes one token; the context sums are over the decode group, in tokens in KV before
-    this step. ``num_samples`` rows go through the LM head.
+    this step. ``num_samples`` rows go through the LM head. Blocks swapped are copied between device and
+    host memory before anything is computed.
     """
 
     chunks: tuple[tuple[int, int], ...] = ()
@@ -31,6 +40,8 @@ class StepShape:
     decode_context_max: int = 0
     decode_context_sumsq: int = 0
     num_samples: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -44,9 +55,9 @@ class StepPlan:
 
     A worker applies, in this order: ``departed`` (forget them), ``preempted`` (forget their block tables),
     ``left`` and ``joined`` (members of the decode group), ``new_requests`` (facts, sent once), ``new_blocks``
-    (appended to block tables; cached prefix blocks come first), then computes ``chunks`` and one token for
-    each of ``decodes``. ``decodes`` is the same tuple object as long as the group does not change, and empty
-    in a step that does not run it.
+    (appended to block tables; cached prefix blocks come first), copies ``swapped_out`` to the host, then
+    ``swapped_in`` from it, and then computes ``chunks`` and one token for each of ``decodes``. ``decodes`` is
+    the same tuple object as long as the group does not change, and empty in a step that does not run it.
 
     ``filled`` names ``(request, block index)`` completed by this step whose key the scheduler does not know:
     their keys are due in the outcomes. ``step`` is None for an empty plan, which is never launched;
@@ -63,6 +74,8 @@ class StepPlan:
     departed: tuple[int, ...] = ()
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     filled: tuple[tuple[int, int], ...] = ()
+    swapped_out: tuple[Swap, ...] = ()
+    swapped_in: tuple[Swap, ...] = ()
     shape: StepShape = StepShape()
     num_recomputed_tokens: int = 0
     num_prefix_hit_tokens: int = 0

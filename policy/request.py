@@ -84,6 +84,10 @@ class RequestState:
     num_recomputed_tokens: int = 0
     high_water: int = 0
     """Tokens that had been computed before a preemption."""
+    host_blocks: tuple[int, ...] = ()
+    """Blocks of host memory that hold its KV while it is preempted, if it was swapped out."""
+    num_swapped_tokens: int = 0
+    """Tokens whose KV they hold: its first ones."""
     samples_since: int | None = None
     """First step of the present unbroken run of sampling steps, None while it computes its prompt."""
     earlier_samples: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pagedserve.policy.batching import BatchingRule
 from pagedserve.policy.blocks import Allocator
@@ -18,6 +19,7 @@ from pagedserve.policy.queue import WaitingQueue
 from pagedserve.policy.request import Request, RequestState, Status
 from pagedserve.policy.spec import PARTS, Policy
 from pagedserve.policy.step import Step
+from pagedserve.policy.swap import HostPool, PreemptionMode, SwapToHost
 
 
 class Scheduler:
@@ -36,9 +38,15 @@ class Scheduler:
         parts = copy.deepcopy({kind: policy.part(kind) for kind in PARTS})
         self.batching: BatchingRule = parts["batching"]
         self.victims: VictimRule = parts["victim"]
+        self.preemption_mode: PreemptionMode = parts["preemption_mode"]
         self.waiting = WaitingQueue(parts["order"])
         self.allocator: Allocator = parts["allocator"]
         self.allocator.bind(limits, policy.enable_prefix_caching)
+        if isinstance(self.preemption_mode, SwapToHost) and not limits.num_cpu_blocks:
+            raise ValueError(
+                "preemption_mode is swap and num_cpu_blocks is 0; give host memory, or recompute"
+            )
+        self.host = HostPool(limits.num_cpu_blocks)
         self.ledger = BlockLedger(limits.num_blocks, type(self.allocator).__name__)
         self.watermark_blocks = int(policy.watermark * limits.num_blocks)
         self.group = DecodeGroup(limits.block_size)
@@ -181,10 +189,17 @@ class Scheduler:
         # A worker that never heard of a request, or will not hear of it again, is not told of its preemption.
         known = [r for r in self._preempted if r in self.states and r not in step.new_requests]
         flight = InFlightState(StepPlan(number))
+        swapped_out, swapped_in, brought_back = self.host.take_plan()
+        if swapped_out or swapped_in:
+            shape = replace(
+                shape,
+                num_blocks_swapped_out=sum([len(swap.blocks) for swap in swapped_out]),
+                num_blocks_swapped_in=sum([len(swap.blocks) for swap in swapped_in]),
+            )
         if decodes:
             self._run_group(flight)
         for chunk in chunks:
-            self._run_chunk(flight, chunk, number)
+            self._run_chunk(flight, chunk, number, brought_back.get(chunk.request))
         flight.plan = StepPlan(
             number,
             tuple(step.new_requests.values()),
@@ -196,6 +211,8 @@ class Scheduler:
             tuple(self._departed),
             tuple([(owner, blocks) for owner, blocks in step.new_blocks.items() if blocks]),
             tuple(flight.keys_due()),
+            swapped_out,
+            swapped_in,
             shape,
             step.num_recomputed_tokens,
             step.num_prefix_hit_tokens,
@@ -217,12 +234,17 @@ class Scheduler:
                 index = state.num_computed_tokens // size - 1
                 flight.filled.append((state, index, [state.block_table[index]]))
 
-    def _run_chunk(self, flight: InFlightState, chunk: PrefillChunk, number: int) -> None:
-        """Book a chunk; a request whose chunk samples goes on in the decode group."""
+    def _run_chunk(
+        self, flight: InFlightState, chunk: PrefillChunk, number: int, brought_back: int | None
+    ) -> None:
+        """Book a chunk; a request whose chunk samples goes on in the decode group.
+
+        ``brought_back``: the first of the blocks in its table that are copied from the host, if any are.
+        """
         state, size = self.states[chunk.request], self.limits.block_size
         state.base_last_step = number
         if self.policy.enable_prefix_caching:
-            first = chunk.start // size
+            first = chunk.start // size if brought_back is None else brought_back
             blocks = state.block_table[first : state.base_computed // size]
             if blocks:
                 flight.filled.append((state, first, blocks))
@@ -244,6 +266,13 @@ class Scheduler:
     def num_draining_blocks(self) -> int:
         """Blocks of requests that end with a step in flight."""
         return sum([len(state.block_table) for state in self.draining.values()])
+
+    def swap_out(self, victim: RequestState, table: list[int]) -> None:
+        """Plan the copy of an unseated victim's KV to host memory, if the mode says so and there is room."""
+        num_blocks = -(-victim.base_computed // self.limits.block_size)
+        free = self.host.num_free_blocks
+        if num_blocks and self.preemption_mode.swaps(victim, num_blocks, free) and num_blocks <= free:
+            self.host.take_out(victim, table[:num_blocks], victim.base_computed)
 
     # Endings.
 
@@ -280,6 +309,8 @@ class Scheduler:
             self.waiting.remove(state)
         if state.id in self.running:
             self.unseat(state)
+        if state.host_blocks:
+            self.host.drop(state)
         state.base_sampled -= len(pending)
         state.finish_reason = reason
         state.move(status)

@@ -8,11 +8,13 @@ from pagedserve.policy.batching import BatchingRule, Mixed, PrefillFirst, Serial
 from pagedserve.policy.blocks import Allocator, PagedAllocator
 from pagedserve.policy.contiguous import ContiguousLimit, ContiguousMax
 from pagedserve.policy.orders import AdmissionOrder, Fcfs, Newest, VictimRule
+from pagedserve.policy.swap import PreemptionMode, Recompute, SwapToHost
 
 PARTS: dict[str, dict[str, Callable[[], Any]]] = {
     "batching": {"serial": Serial, "static": Static, "prefill_first": PrefillFirst, "mixed": Mixed},
     "order": {"fcfs": Fcfs},
     "victim": {"newest": Newest},
+    "preemption_mode": {"recompute": Recompute, "swap": SwapToHost},
     "allocator": {
         "paged": PagedAllocator,
         "contiguous_max": ContiguousMax,
@@ -28,13 +30,15 @@ class Policy:
 
     Each part is a built-in name or an object of one's own. ``watermark`` is the share of the pool that an
     admission must leave free while others run. ``scheduler_reserve_full_isl`` (vLLM's name): admission needs
-    free blocks for all known tokens, otherwise only for the first chunk. Preemption is by recomputation:
-    a victim gives up its blocks and resumes at the front of the queue.
+    free blocks for all known tokens, otherwise only for the first chunk. A victim gives up its blocks and
+    resumes at the front of the queue; ``preemption_mode`` says whether it then computes its tokens again or
+    finds them in host memory.
     """
 
     batching: str | BatchingRule = "mixed"
     order: str | AdmissionOrder = "fcfs"
     victim: str | VictimRule = "newest"
+    preemption_mode: str | PreemptionMode = "recompute"
     allocator: str | Allocator = "paged"
     watermark: float = 0.01
     scheduler_reserve_full_isl: bool = True

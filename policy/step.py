@@ -158,6 +158,7 @@ class Step:
             return 0
         hits = allocator.lookup(state)
         start, known = len(hits) * scheduler.limits.block_size, state.num_known_tokens
+        start = max(start, state.num_swapped_tokens)
         wanted = known - start if num_tokens is None else min(num_tokens, known - start)
         if wanted < 1:
             who = self._rule if start < known else type(allocator).__name__
@@ -174,10 +175,14 @@ class Step:
             return 0
         self._seat(state, hits, start)
         self._append_blocks(state, end)
+        scheduler.host.bring_back(state, len(hits), scheduler.limits.block_size)
         return self._assign(state, end - start)
 
     def preempt(self, victim: RequestState) -> None:
-        """Take back what the step gave a running request, then its blocks; it goes to the queue's front."""
+        """Take back what the step gave a running request, then its blocks; it goes to the queue's front.
+
+        The preemption mode may have its KV copied to host memory first.
+        """
         if victim.id not in self._scheduler.running or victim.id in self._scheduler.draining:
             raise IllegalPlan(f"{self._rule} preempted request {victim.id}, which is {victim.status.value}")
         chunk = self.chunks.pop(victim.id, None)
@@ -187,13 +192,16 @@ class Step:
         self.new_blocks.pop(victim.id, None)
         if self.new_requests.pop(victim.id, None) is not None:
             victim.first_schedule_ns, victim.num_prefix_hit_tokens = None, 0
+        table = victim.block_table
         self._scheduler.unseat(victim)
         victim.move(Status.PREEMPTED)
         victim.num_preemptions += 1
         if victim.id in self._hits:
             self.num_prefix_hit_tokens -= self._hits.pop(victim.id)
+            self._scheduler.host.undo(victim)
         else:
             victim.high_water = max(victim.high_water, victim.base_computed)
+            self._scheduler.swap_out(victim, table)
         victim.base_computed = 0
         self.preempted.append(victim.id)
         self._scheduler.waiting.push(victim, self.now_ns, resumes=True)
@@ -222,10 +230,11 @@ class Step:
         self._allocator.take_hits(state, hits)
         state.base_computed, state.samples_since = start, None
         self.new_blocks[state.id] = hits
-        self._hits[state.id] = start
-        self.num_prefix_hit_tokens += start
+        cached = self._hits[state.id] = len(hits) * scheduler.limits.block_size
+        self._allocator.num_live_tokens += start - cached
+        self.num_prefix_hit_tokens += cached
         if state.first_schedule_ns is None:
-            state.first_schedule_ns, state.num_prefix_hit_tokens = self.now_ns, start
+            state.first_schedule_ns, state.num_prefix_hit_tokens = self.now_ns, cached
             self.new_requests[state.id] = state.request
 
     def _assign(self, state: RequestState, num_tokens: int) -> int:

@@ -79,9 +79,9 @@ def filled(table: pa.Table, column: str, values: list[object]) -> pa.Table:
 
 REFUSALS = {
     "unknown version": (
-        header_with("format_version", 3),
+        header_with("format_version", 4),
         "header.json",
-        ["format_version", "(1, 2)", "found 3"],
+        ["format_version", "(1, 2, 3)", "found 4"],
     ),
     "version as text": (header_with("format_version", "1"), "header.json", ["expected one of", "found '1'"]),
     "wrong header type": (header_with("limits", [1]), "header.json", ["key limits", "dict", "[1]"]),

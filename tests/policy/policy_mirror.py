@@ -25,6 +25,10 @@ class RowState:
     table: list[int] = field(default_factory=list)
     computed: int = 0
     high_water: int = 0
+    host: tuple[int, ...] = ()
+    """Blocks of host memory that hold its KV."""
+    swapped: int = 0
+    """Tokens whose KV they hold."""
 
     @property
     def id(self) -> int:
@@ -60,6 +64,7 @@ class Mirror:
         self._lives = 0
         # Per block and offset: (content, step that wrote it).
         self._slots: list[dict[int, tuple[int, int]]] = [{} for _ in range(limits.num_blocks)]
+        self._host: list[dict[int, tuple[int, int]]] = [{} for _ in range(limits.num_cpu_blocks)]
 
     def apply(self, plan: StepPlan) -> None:
         """Take a launched plan, in the order of `StepPlan`'s docstring."""
@@ -69,7 +74,12 @@ class Mirror:
         self._regroup(plan)
         self._meet(plan)
         self._append_blocks(plan)
-        hits = sum(self._take_hits(chunk.request, chunk.start) for chunk in plan.chunks)
+        self._swap_out(plan)
+        swapped_in = self._swap_in(plan)
+        hits = sum(
+            self._take_hits(chunk.request, chunk.start, swapped_in.get(chunk.request))
+            for chunk in plan.chunks
+        )
         assert hits == plan.num_prefix_hit_tokens
         assert plan.shape == self._shape(plan), f"shape {plan.shape} is not {self._shape(plan)}"
         self._check_limits(plan)
@@ -96,6 +106,8 @@ class Mirror:
             assert request in self.rows, f"preempted request {request} is not known"
             row = self.rows[request]
             row.high_water = max(row.high_water, row.computed)
+            if any(swap.request == request for swap in plan.swapped_out):
+                row.swapped = row.computed
             row.table, row.computed, row.life = [], 0, self._new_life()
 
     def _regroup(self, plan: StepPlan) -> None:
@@ -132,13 +144,51 @@ class Mirror:
             assert all(0 <= block < self.limits.num_blocks for block in blocks), f"{blocks} out of the pool"
             self.rows[owner].table.extend(blocks)
 
-    def _take_hits(self, request: int, start: int) -> int:
-        """A chunk that starts behind what is computed rests on cached blocks: they must be done and right."""
+    def _swap_out(self, plan: StepPlan) -> None:
+        """Copy to host blocks that nobody holds."""
+        for request, blocks, host in plan.swapped_out:
+            row, held = self.rows[request], {block for row in self.rows.values() for block in row.host}
+            assert request in plan.preempted, f"request {request} is swapped out and was not preempted"
+            assert len(blocks) == len(host) == len({*host}) == -(-row.swapped // self.limits.block_size) > 0
+            assert held.isdisjoint(host), f"host blocks {held & {*host}} are held"
+            row.host = host
+            for block, target in zip(blocks, host, strict=True):
+                self._host[target] = dict(self._slots[block])
+
+    def _swap_in(self, plan: StepPlan) -> dict[int, int]:
+        """Copy into the ends of tables; return the tokens of each request that were cached and not copied."""
+        size, cached = self.limits.block_size, {}
+        for request, blocks, host in plan.swapped_in:
+            row = self.rows[request]
+            first = len(row.host) - len(blocks)
+            assert host == row.host[first:], f"request {request} gets other host blocks than it left"
+            assert list(blocks) == row.table[first : len(row.host)], f"{blocks} are not those of its table"
+            self._check_unused(row, set(blocks))
+            for block, source in zip(blocks, host, strict=True):
+                assert plan.step is not None
+                self._slots[block] = {at: (what, plan.step) for at, (what, _) in self._host[source].items()}
+            cached[request] = first * size
+        return cached
+
+    def _take_hits(self, request: int, start: int, cached: int | None) -> int:
+        """A chunk that starts behind what is computed rests on cached blocks: they must be done and right.
+
+        ``cached``: tokens of them, if the others were copied from the host.
+        """
         row, size = self.rows[request], self.limits.block_size
         if start == row.computed:
+            assert not row.swapped, f"request {request} computes what lies on the host"
             return 0
         assert row.computed == 0, f"request {request} skips tokens {row.computed} to {start}"
-        assert start % size == 0, f"a hit of {start} tokens is not of full blocks"
+        if cached is None:
+            assert start >= row.swapped, f"request {request} computes what lies on the host"
+            cached = start
+        else:
+            assert start == row.swapped, (
+                f"request {request} starts at {start}, {row.swapped} were swapped out"
+            )
+        row.host, row.swapped = (), 0
+        assert cached % size == 0, f"a hit of {cached} tokens is not of full blocks"
         assert start < row.known, f"the hit of request {request} leaves nothing to compute"
         for position in range(start):
             content, step = self._slots[row.table[position // size]].get(position % size, (None, 0))
@@ -146,9 +196,10 @@ class Mirror:
                 assert content == row.script.contents()[position], (
                     f"request {request} hit foreign KV at {position}"
                 )
-            assert step <= self.last_committed, f"request {request} hit KV of step {step}, not committed"
+            if position < cached:
+                assert step <= self.last_committed, f"request {request} hit KV of step {step}, not committed"
         row.computed = start
-        return start
+        return cached
 
     def _shape(self, plan: StepPlan) -> StepShape:
         contexts = [self.rows[request].computed for request in plan.decodes]
@@ -160,6 +211,8 @@ class Mirror:
             decode_context_max=max(contexts, default=0),
             decode_context_sumsq=sum(context * context for context in contexts),
             num_samples=len(contexts) + sum(chunk.samples for chunk in plan.chunks),
+            num_blocks_swapped_out=sum(len(swap.blocks) for swap in plan.swapped_out),
+            num_blocks_swapped_in=sum(len(swap.blocks) for swap in plan.swapped_in),
         )
 
     def _check_limits(self, plan: StepPlan) -> None:
@@ -225,11 +278,15 @@ class Mirror:
             block = row.table[position // size]
             self._slots[block][position % size] = contents[position], step
             blocks.add(block)
+        self._check_unused(row, blocks)
+        return blocks
+
+    def _check_unused(self, row: RowState, blocks: set[int]) -> None:
+        """No step in flight reads or writes for another what ``row`` is about to write."""
         for flight in self.flights:
             for block in blocks:
                 others = flight.touched.get(block, set()) - {row.life}
                 assert not others, f"block {block} is written while step {flight.step} in flight uses it"
-        return blocks
 
     def _due(self, row: RowState, start: int, end: int) -> list[tuple[int, int]]:
         if not self.prefix_caching or row.script.request.prefix_keys is None:

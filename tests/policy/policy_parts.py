@@ -31,6 +31,17 @@ class FewestComputedVictim:
         return min(reversed(candidates), key=lambda state: state.num_computed_tokens, default=None)
 
 
+@dataclass(slots=True)
+class SwapLong:
+    """Swaps whoever has much to compute again, whether there is room or not."""
+
+    num_tokens: int
+
+    def swaps(self, victim: RequestState, num_blocks: int, num_free_host_blocks: int) -> bool:
+        """From ``num_tokens`` on."""
+        return victim.num_computed_tokens >= self.num_tokens
+
+
 class ShortestPromptFirst:
     """Admits the shortest prompt first."""
 

@@ -14,6 +14,7 @@ from policy_parts import (
     OldestTwiceVictim,
     ShortestPromptFirst,
     SmallChunks,
+    SwapLong,
 )
 from policy_scripts import Script, scripted
 
@@ -23,6 +24,7 @@ from pagedserve.policy.errors import QueueFull
 MAX_STEPS_TO_DRAIN = 3000
 BATCHING = ("serial", "static", "prefill_first", "mixed", "mixed", AdmitBeforeDecode(), SmallChunks())
 ORDERS = ("fcfs", ShortestPromptFirst(), Ageing())
+MODES = ("recompute", "swap", "swap", SwapLong(3))
 VICTIMS = ("newest", OldestTwiceVictim(), FewestComputedVictim())
 
 
@@ -37,6 +39,7 @@ def limits(draw: st.DrawFn) -> Limits:
         block_size=draw(st.sampled_from((1, 2, 3, 4))),
         num_blocks=draw(st.integers(1, 10)),
         max_num_queued_reqs=draw(st.sampled_from((None, None, 3))),
+        num_cpu_blocks=draw(st.sampled_from((0, 1, 4, 12))),
     )
 
 
@@ -56,6 +59,7 @@ def policies(draw: st.DrawFn, within: Limits) -> Policy:
         watermark=draw(st.sampled_from((0.0, 0.1, 0.5))),
         scheduler_reserve_full_isl=draw(st.booleans()),
         enable_prefix_caching=allocator == "paged" and draw(st.booleans()),
+        preemption_mode=draw(st.sampled_from(MODES if within.num_cpu_blocks else ("recompute",))),
     )
 
 
