@@ -12,17 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pagedserve.metrics.record import (
-    CLIENT_SCHEMAS,
-    OPTIONAL_TABLES,
-    SCHEMAS,
-    SINCE_VERSION_3,
-    TABLES,
-    RecordError,
-    RunRecord,
-    check_header,
-    check_schema,
-)
+from pagedserve.metrics.record import RecordError, RunRecord, check_header, check_schema
+from pagedserve.metrics.record_tables import CLIENT_SCHEMAS, OPTIONAL_TABLES, SCHEMAS, SINCE_VERSION_3, TABLES
 
 HEADER_FILE = "header.json"
 

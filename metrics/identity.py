@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pagedserve.metrics.record import SCHEMAS, RunRecord
+from pagedserve.metrics.record import RunRecord
+from pagedserve.metrics.record_tables import SCHEMAS
 
 # What led to what: the first difference in this order is the nearest to its cause.
 PARTS = ("header", "calls", "steps", "plans", "requests", "emissions")

@@ -2,13 +2,14 @@
 
 from array import array
 from collections.abc import Hashable, Iterable
-from hashlib import blake2b
 from typing import Any
 
 import pyarrow as pa
 
-from pagedserve.metrics.record import FORMAT_VERSION, SCHEMAS, RunRecord
-from pagedserve.policy.plan import Finished, Outcome, StepPlan, Swap
+from pagedserve.metrics.plan_rows import plan_digest, swap_columns
+from pagedserve.metrics.record import RunRecord
+from pagedserve.metrics.record_tables import FORMAT_VERSION, SCHEMAS
+from pagedserve.policy.plan import Finished, Outcome, StepPlan
 from pagedserve.policy.request import Request, RequestState
 from pagedserve.policy.scheduler import Scheduler
 
@@ -226,8 +227,8 @@ class Recorder:
             block_requests=[owner for owner, _ in plan.new_blocks],
             block_counts=[len(blocks) for _, blocks in plan.new_blocks],
             block_ids=[block for _, blocks in plan.new_blocks for block in blocks],
-            **_swap_columns("out", plan.swapped_out),
-            **_swap_columns("in", plan.swapped_in),
+            **swap_columns("out", plan.swapped_out),
+            **swap_columns("in", plan.swapped_in),
             filled_requests=[request for request, _, _ in filled],
             filled_indices=[index for _, index, _ in filled],
             filled_keys=self._numbers(tuple(key for _, _, key in filled)),
@@ -245,35 +246,6 @@ class Recorder:
             return None
         numbers = self._key_numbers
         return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-
-def plan_digest(plan: StepPlan) -> int:
-    """A signed 64-bit hash of every decision in a plan, equal in any process."""
-    flat = [plan.step or 0, len(plan.decodes), len(plan.new_requests)]
-    flat += [request.id for request in plan.new_requests]
-    for rows in (plan.chunks, plan.filled):
-        flat.append(len(rows))
-        for row in rows:
-            flat += row
-    for ids in (plan.joined, plan.left, plan.preempted, plan.departed):
-        flat.append(len(ids))
-        flat += ids
-    for owner, blocks in plan.new_blocks:
-        flat += (owner, len(blocks))
-        flat += blocks
-    for sign, swaps in ((-1, plan.swapped_out), (-2, plan.swapped_in)):
-        for request, blocks, host_blocks in swaps:
-            flat += (sign, request, len(blocks), *blocks, *host_blocks)
-    return int.from_bytes(blake2b(array("q", flat).tobytes(), digest_size=8).digest(), "little", signed=True)
-
-
-def _swap_columns(way: str, swaps: tuple[Swap, ...]) -> dict[str, list[int]]:
-    return {
-        f"{way}_requests": [swap.request for swap in swaps],
-        f"{way}_counts": [len(swap.blocks) for swap in swaps],
-        f"{way}_blocks": [block for swap in swaps for block in swap.blocks],
-        f"{way}_host_blocks": [block for swap in swaps for block in swap.host_blocks],
-    }
 
 
 class _Columns:

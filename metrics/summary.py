@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pagedserve.metrics.record import FINISH_REASONS, RecordError, RunRecord
+from pagedserve.metrics.record import RecordError, RunRecord
+from pagedserve.metrics.record_tables import FINISH_REASONS
 from pagedserve.metrics.timeline import step_timeline
 from pagedserve.metrics.tokens import (
     NS_PER_S,

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import pagedserve
-from pagedserve.metrics.record import FORMAT_VERSION, TABLES, UNSEEN, RunRecord, build_table
+from pagedserve.metrics.record import RunRecord, build_table
+from pagedserve.metrics.record_tables import FORMAT_VERSION, TABLES, UNSEEN
 from pagedserve.metrics.tokens import FINISHED
 from pagedserve.traces.trace import Trace
 from pagedserve.validation.http_client import CompletionsClient, completion_body

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagedserve.metrics.record import FORMAT_VERSION, TABLES, RunRecord, build_table
+from pagedserve.metrics.record import RunRecord, build_table
+from pagedserve.metrics.record_tables import FORMAT_VERSION, TABLES
 
 MS = 1_000_000
 STEP_DEFAULTS: dict[str, Any] = dict.fromkeys((column.name for column in TABLES["steps"]), 0)

@@ -11,7 +11,8 @@ from metrics_toy_runs import toy_record
 
 from pagedserve.metrics import files
 from pagedserve.metrics.identity import first_difference
-from pagedserve.metrics.record import SCHEMAS, TABLES, RecordError, RunRecord, build_table
+from pagedserve.metrics.record import RecordError, RunRecord, build_table
+from pagedserve.metrics.record_tables import SCHEMAS, SINCE_VERSION_3, TABLES
 
 
 @pytest.fixture
@@ -36,6 +37,24 @@ def test_what_is_saved_is_read_back(record: RunRecord, tmp_path: Path) -> None:
     for name, table in loaded.tables().items():
         assert table.schema.equals(SCHEMAS[name]), name
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("kind", ["simulated", "client"])
+def test_a_record_from_before_swaps_is_read_as_one_without(
+    kind: str, record: RunRecord, tmp_path: Path
+) -> None:
+    record.save(tmp_path)
+    for name, columns in SINCE_VERSION_3.items():
+        rewritten(name, lambda table, columns=columns: table.drop_columns(list(columns)))(tmp_path)
+    header_with("kind", kind)(tmp_path)
+    with pytest.raises(RecordError, match=r"steps.parquet: missing columns num_blocks_swapped_out"):
+        RunRecord.load(tmp_path)
+    (tmp_path / "header.json").write_text(json.dumps({**header(kind=kind), "format_version": 2}))
+    loaded = RunRecord.load(tmp_path)
+    none = None if kind == "client" else 0
+    assert loaded.steps.column("num_blocks_swapped_in").to_pylist() == [none]
+    assert loaded.plans is not None
+    assert loaded.plans.column("out_blocks").to_pylist() == [[]]
 
 
 def test_plans_are_optional(record: RunRecord, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """A small deterministic engine loop for tests: the four verbs, checked after every call against a mirror."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from policy_mirror import Mirror
 from policy_scripts import Script, block_key
 
-from pagedserve.policy import Finished, Limits, Outcome, Policy, RequestState, Scheduler, StepPlan
+from pagedserve.policy import Finished, Limits, Outcome, Policy, RequestState, Scheduler, StepPlan, Swap
 
 STEP_NS = 10
 
@@ -204,3 +204,8 @@ def line(plan: StepPlan) -> str:
     blocks = [f"{owner}={','.join(map(str, ids))}" for owner, ids in plan.new_blocks]
     parts = [chunks, [str(r) for r in plan.decodes], blocks, [str(r) for r in plan.preempted]]
     return " | ".join(" ".join(part) or "-" for part in parts)
+
+
+def swaps_of(plans: Sequence[StepPlan], way: str) -> list[Swap]:
+    """All copies ``way`` "swapped_out" or "swapped_in"."""
+    return [swap for plan in plans for swap in getattr(plan, way)]

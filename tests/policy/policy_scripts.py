@@ -83,3 +83,8 @@ def scripted(
         return bare
     keys = [block_key(bare, i, block_size) for i in range(prompt // block_size)]
     return Script(Request(request, arrival_ns, prompt, max_tokens, tuple(keys)), family, shared, stop_after)
+
+
+def crowd() -> list[Script]:
+    """Five requests that a pool of nine blocks does not hold together."""
+    return [scripted(i, 3 + i, 8, stop_after=(None, 5)[i % 2], arrival_ns=7 * i) for i in range(5)]

@@ -10,7 +10,7 @@ import pytest
 from policy_driver import Drive
 from policy_scripts import Script, scripted
 
-from pagedserve.metrics.recorder import plan_digest
+from pagedserve.metrics.plan_rows import plan_digest
 from pagedserve.policy import Limits, PrefillChunk, Request, StepPlan, policy
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,8 @@ from pagedserve.metrics.plots import (
     memory_over_time,
     policies_compared,
 )
-from pagedserve.metrics.record import CLIENT_SCHEMAS, SCHEMAS, UNSEEN, RecordError, RunRecord
+from pagedserve.metrics.record import RecordError, RunRecord
+from pagedserve.metrics.record_tables import CLIENT_SCHEMAS, SCHEMAS, UNSEEN
 from pagedserve.metrics.summary import Slo, Summary, summarize
 from pagedserve.metrics.timeline import step_timeline
 from pagedserve.metrics.tokens import token_times
