@@ -3,7 +3,6 @@
 import copy
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from pagedserve.policy.batching import BatchingRule
 from pagedserve.policy.blocks import Allocator
@@ -11,10 +10,11 @@ from pagedserve.policy.errors import DuplicateRequest, IllegalPlan, QueueFull
 from pagedserve.policy.group import DecodeGroup
 from pagedserve.policy.in_flight import InFlightState
 from pagedserve.policy.invariants import check_scheduler
+from pagedserve.policy.launch import launch
 from pagedserve.policy.ledger import BlockLedger
 from pagedserve.policy.limits import Limits
 from pagedserve.policy.orders import VictimRule, choose_victim
-from pagedserve.policy.plan import Finished, Outcome, PrefillChunk, StepPlan
+from pagedserve.policy.plan import Finished, Outcome, StepPlan
 from pagedserve.policy.queue import WaitingQueue
 from pagedserve.policy.request import Request, RequestState, Status
 from pagedserve.policy.spec import PARTS, Policy
@@ -124,7 +124,10 @@ class Scheduler:
             # All gave way: there is room for the first of them now, and no other event to wait for.
             step = self._compose(now_ns)
         if step.chunks or (step.decodes and self.group.members):
-            return self._launchable_plan(step)
+            plan = launch(self, step, self._departed, self._preempted)
+            self._departed.clear()
+            self._preempted.clear()
+            return plan
         blocked = len(self.running) - len(self.draining)
         if blocked and not self.in_flight and step.wake_ns is None:
             raise IllegalPlan(
@@ -171,92 +174,6 @@ class Scheduler:
         self.num_preemptions += len(step.preempted)
         self._preempted += step.preempted
         return step
-
-    def _launchable_plan(self, step: Step) -> StepPlan:
-        """Number the step, change progress, and say what changed."""
-        number, decodes = self.next_step, step.decodes and bool(self.group.members)
-        self.next_step += 1
-        chunks = tuple(step.chunks.values())
-        lengths = tuple([(chunk.num_tokens, chunk.start) for chunk in chunks])
-        shape = self.group.shape(lengths, sum([chunk.samples for chunk in chunks]), decodes)
-        rows = self.group.ids() if decodes else ()
-        joined, left = self.group.take_changes()
-        if shape.num_tokens > self.limits.max_num_batched_tokens:
-            most = f"max_num_batched_tokens is {self.limits.max_num_batched_tokens}"
-            raise IllegalPlan(
-                f"{type(self.batching).__name__} made a step of {shape.num_tokens} tokens; {most}"
-            )
-        # A worker that never heard of a request, or will not hear of it again, is not told of its preemption.
-        known = [r for r in self._preempted if r in self.states and r not in step.new_requests]
-        flight = InFlightState(StepPlan(number))
-        swapped_out, swapped_in, brought_back = self.host.take_plan()
-        if swapped_out or swapped_in:
-            shape = replace(
-                shape,
-                num_blocks_swapped_out=sum([len(swap.blocks) for swap in swapped_out]),
-                num_blocks_swapped_in=sum([len(swap.blocks) for swap in swapped_in]),
-            )
-        if decodes:
-            self._run_group(flight)
-        for chunk in chunks:
-            self._run_chunk(flight, chunk, number, brought_back.get(chunk.request))
-        flight.plan = StepPlan(
-            number,
-            tuple(step.new_requests.values()),
-            chunks,
-            rows,
-            joined,
-            left,
-            tuple([r for r in known if self.states[r].first_schedule_ns is not None]),
-            tuple(self._departed),
-            tuple([(owner, blocks) for owner, blocks in step.new_blocks.items() if blocks]),
-            tuple(flight.keys_due()),
-            swapped_out,
-            swapped_in,
-            shape,
-            step.num_recomputed_tokens,
-            step.num_prefix_hit_tokens,
-        )
-        self._departed.clear()
-        self._preempted.clear()
-        self.in_flight.append(flight)
-        return flight.plan
-
-    def _run_group(self, flight: InFlightState) -> None:
-        """Do the decode group's round."""
-        assert flight.plan.step is not None
-        self.allocator.num_live_tokens += len(self.group)
-        flight.ends += self.group.run(flight.plan.step)
-        self.draining.update({state.id: state for state in flight.ends})
-        if self.policy.enable_prefix_caching:
-            size = self.limits.block_size
-            for state in [s for s in flight.ends if s.base_computed % size == 0] + self.group.needing_block():
-                index = state.num_computed_tokens // size - 1
-                flight.filled.append((state, index, [state.block_table[index]]))
-
-    def _run_chunk(
-        self, flight: InFlightState, chunk: PrefillChunk, number: int, brought_back: int | None
-    ) -> None:
-        """Book a chunk; a request whose chunk samples goes on in the decode group.
-
-        ``brought_back``: the first of the blocks in its table that are copied from the host, if any are.
-        """
-        state, size = self.states[chunk.request], self.limits.block_size
-        state.base_last_step = number
-        if self.policy.enable_prefix_caching:
-            first = chunk.start // size if brought_back is None else brought_back
-            blocks = state.block_table[first : state.base_computed // size]
-            if blocks:
-                flight.filled.append((state, first, blocks))
-        if chunk.samples:
-            del self.prefilling[state.id]
-            state.base_sampled += 1
-            if state.base_sampled < state.limit:
-                self.group.join(state, number)
-            else:
-                state.samples_since = number
-                self.draining[state.id] = state
-                flight.ends.append(state)
 
     def choose_victim(self, needy: RequestState, now_ns: int) -> RequestState | None:
         """Who gives way to ``needy``; see `pagedserve.policy.orders.choose_victim`."""

@@ -89,6 +89,8 @@ class HostPool:
 
     def take_plan(self) -> tuple[tuple[Swap, ...], tuple[Swap, ...], dict[int, int]]:
         """The copies out and in of the plan being launched, and by request the index of its first block copied in."""
+        if not self._out and not self._in:
+            return (), (), {}
         out = tuple(self._out.values())
         back = tuple([swap for swap, _, _ in self._in.values() if swap.blocks])
         first = {s.request: len(held) - len(s.blocks) for s, held, _ in self._in.values() if s.blocks}
