@@ -32,7 +32,7 @@ from gpu_results import check_files, keep_files, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
-TESTS = "tests/kernels/test_gpu.py"
+TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_swap.py")
 TEST_GROUPS = (
     "equals_the_reference",
     "attention and not equals_the_reference",
@@ -172,7 +172,7 @@ def _test_groups(device: str) -> tuple[str, ...]:
 
 def _test_commands(device: str) -> list[list[str]]:
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q -m gpu"]
-    return [[*pytest, "-k", group, TESTS] for group in _test_groups(device)]
+    return [[*pytest, "-k", group, *TESTS] for group in _test_groups(device)]
 
 
 def _part_command(plan: Plan, options: argparse.Namespace, folder: Path, budget_s: float) -> list[str]:

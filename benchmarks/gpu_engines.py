@@ -19,11 +19,7 @@ from pagedserve.engine.engine import Engine
 from pagedserve.engine.graphs import DecodeGraphs, make_graphs
 from pagedserve.engine.heap import settle_heap
 from pagedserve.engine.intake import Vocabulary
-from pagedserve.engine.kv_memory import (
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    block_bytes_of,
-    measure_device,
-)
+from pagedserve.engine.kv_memory import plan_num_blocks
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.weights import expected_shapes
@@ -183,11 +179,9 @@ def make_bench(part: Part, name: str) -> Bench:
     vocabulary = byte_vocabulary(config.vocab_size)
     marks.append(time.monotonic())
     if part.device != "cpu":
-        memory = measure_device(model, limits)
-        needed = -(-limits.max_model_len // limits.block_size)
-        share, block_bytes = DEFAULT_GPU_MEMORY_UTILIZATION, block_bytes_of(model, limits.block_size)
-        limits = replace(limits, num_blocks=memory.num_blocks(share, block_bytes, needed))
-        part.findings.facts["memory"] = f"{share:g} of {memory}"
+        num_blocks, why = plan_num_blocks(model, limits, None, None, has_graphs=True)
+        limits = replace(limits, num_blocks=num_blocks)
+        part.findings.facts["memory"] = why
     kv = model.make_cache(limits.num_blocks, limits.block_size)
     marks.append(time.monotonic())
     graphs = _graphs(part, model, kv, limits)

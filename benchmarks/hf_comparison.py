@@ -10,6 +10,8 @@ table also has what our engine knows of TTFT, inter-token latency, occupancy and
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +20,15 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from pagedserve.engine.heap import settle_heap
 from pagedserve.engine.llm import LLM
 from pagedserve.engine.model.files import resolve_model
-from pagedserve.engine.model.load import load_model
+from pagedserve.engine.model.load import LoadedModel, load_model
 from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.compare import as_shown, policy_table
+from pagedserve.metrics.record import RunRecord
+
+PEER = "transformers generate"
 
 
-def hf_model(name: str, dtype: torch.dtype):
+def hf_model(name: str, dtype: torch.dtype) -> Any:
     """The peer with plain weights: a packed GGUF would be unpacked at every product."""
     files = resolve_model(name)
     if files.kind != "gguf":
@@ -36,7 +41,58 @@ def hf_model(name: str, dtype: torch.dtype):
     return model.to(dtype).eval()
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The prompts as ids, all of one length, and how many tokens follow each."""
+
+    prompts: list[list[int]]
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of the whole batch."""
+        return len(self.prompts) * self.num_output_tokens
+
+
+def ours(
+    loaded: LoadedModel, workload: Workload, policy: str, options: argparse.Namespace
+) -> tuple[float, RunRecord]:
+    """Output tokens/s under a policy, and the run's record."""
+    llm = LLM(
+        loaded,
+        policy=policy,
+        max_num_seqs=options.requests,
+        max_model_len=options.prompt + options.output,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        overlap_depth=options.overlap_depth,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=workload.num_output_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(workload.prompts, params)
+    rate = workload.num_tokens / (time.perf_counter() - start)
+    assert all(len(group[0].token_ids) == workload.num_output_tokens for group in outputs)
+    return rate, llm.record()
+
+
+def theirs(peer: Any, workload: Workload) -> float:
+    """Output tokens/s of `transformers` generate."""
+    ids = torch.tensor(workload.prompts)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        out = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=workload.num_output_tokens,
+            min_new_tokens=workload.num_output_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    assert out.shape[1] == ids.shape[1] + workload.num_output_tokens
+    return workload.num_tokens / (time.perf_counter() - start)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,59 +105,29 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["vllm_v1", "prefill_first", "static", "serial"])
     parser.add_argument("--overlap-depth", type=int, default=0, choices=[0, 1])
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Interleaved rounds, then the table."""
+    options = parsed()
     loaded = load_model(options.model, dtype=options.dtype)
     peer = hf_model(options.model, loaded.model.dtype)
-    rng = np.random.default_rng(0)
-    vocab = loaded.model.config.vocab_size
+    rng, vocab = np.random.default_rng(0), loaded.model.config.vocab_size
     prompts = rng.integers(100, vocab - 100, (options.requests, options.prompt)).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
-    total = options.requests * options.output
-
-    def ours(policy: str) -> tuple[float, LLM]:
-        llm = LLM(
-            loaded,
-            policy=policy,
-            max_num_seqs=options.requests,
-            max_model_len=options.prompt + options.output,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            overlap_depth=options.overlap_depth,
-        )
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        rate = total / (time.perf_counter() - start)
-        assert all(len(group[0].token_ids) == options.output for group in outputs)
-        return rate, llm
-
-    def theirs() -> float:
-        ids = torch.tensor(prompts)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=options.output,
-                min_new_tokens=options.output,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        assert out.shape[1] == options.prompt + options.output
-        return total / (time.perf_counter() - start)
-
+    workload = Workload(prompts, options.output)
     settle_heap()
-    rates: dict[str, list[float]] = {"transformers generate": [], **{name: [] for name in options.policies}}
-    records = {}
+    rates: dict[str, list[float]] = {PEER: [], **{name: [] for name in options.policies}}
+    records: dict[str, RunRecord] = {}
     for round_number in range(options.rounds):
-        rates["transformers generate"].append(theirs())
+        rates[PEER].append(theirs(peer, workload))
         for policy in options.policies:
             if policy == "serial" and round_number:
                 continue
-            rate, llm = ours(policy)
+            rate, records[policy] = ours(loaded, workload, policy, options)
             rates[policy].append(rate)
-            records[policy] = llm.record()
         print({name: [round(rate, 1) for rate in own] for name, own in rates.items()}, flush=True)
-    base = statistics.median(rates["transformers generate"])
+    base = statistics.median(rates[PEER])
     for name, own in rates.items():
         middle = statistics.median(own)
         print(f"{name:24} {middle:8.1f} output tokens/s  {middle / base:5.2f} x")

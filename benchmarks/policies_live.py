@@ -9,7 +9,6 @@ concurrency, as medians over the rounds.
 
 import argparse
 import math
-from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
@@ -19,14 +18,14 @@ from pagedserve.engine.heap import settle_heap
 from pagedserve.engine.llm import LLM
 from pagedserve.metrics.compare import as_shown, policy_table
 from pagedserve.policy import policy
-from pagedserve.traces.readers import read_trace
-from pagedserve.traces.sample_files import sample
+from pagedserve.traces.sample_files import named_trace
 from pagedserve.traces.transforms import first, scale_lengths
 from pagedserve.validation.planning import Setting, at_rate
 from pagedserve.validation.validate import LiveBench
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,8 +38,12 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["serial", "static", "prefill_first", "mixed"])
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Live runs in turns, then the tables."""
+    options = parsed()
     llm = LLM(
         options.model,
         max_num_seqs=options.max_num_seqs,
@@ -50,10 +53,7 @@ def main() -> None:
     settle_heap()
     bench = LiveBench(llm.engine)
     bench.warm_up()
-    source = options.trace
-    trace = (
-        sample(source.removeprefix("sample:")) if source.startswith("sample:") else read_trace(Path(source))
-    )
+    trace = named_trace(options.trace)
     trace = scale_lengths(first(trace, options.requests), options.length_scale)
     print(
         f"{len(trace)} requests: prompts {trace.num_prompt_tokens.sum()}, outputs {trace.num_output_tokens.sum()}"
@@ -69,6 +69,11 @@ def main() -> None:
         record = bench.replay(at_rate(trace, rate), Setting(policy(name), llm.engine.limits))
         tables[rate].append(policy_table({name: record}))
     llm.close()
+    show(tables, options)
+
+
+def show(tables: dict[float, list[pd.DataFrame]], options: argparse.Namespace) -> None:
+    """For each rate the medians over the rounds, and throughput against the first policy's."""
     for rate, found in tables.items():
         middle = pd.concat(found).groupby(level=0, sort=False).median()
         print(

@@ -19,10 +19,10 @@ from pagedserve.engine.llm import LLM
 from pagedserve.engine.profile_grid import GRIDS
 from pagedserve.engine.profiler import profile_engine
 from pagedserve.metrics.profile import Profile
+from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import policy
 from pagedserve.simulator.measured import MeasuredCost
-from pagedserve.traces.readers import read_trace
-from pagedserve.traces.sample_files import sample
+from pagedserve.traces.sample_files import named_trace
 from pagedserve.traces.transforms import first
 from pagedserve.validation import plots
 from pagedserve.validation.planning import Setting, Traffic, plan_traffic
@@ -32,7 +32,8 @@ BOUNDS_PCT = {"output_tokens_per_s": 5.0, "itl_p50_s": 5.0, "e2e_p50_s": 7.0, "t
 """Largest error, or one and a half times the spread of the live repeats where that is larger."""
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,17 +46,18 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="measured before; else it is measured first")
     parser.add_argument("--profile-repeats", type=int, default=12)
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Predictions, live runs in turns, and how far they are apart."""
+    options = parsed()
     llm = LLM(options.model, policy=options.policy)
     settle_heap()
     options.out.mkdir(parents=True, exist_ok=True)
     profile = Profile.load(options.profile) if options.profile else measured(llm, options)
     profile.save(options.out / "profile.json")
-    source = options.trace
-    trace = (
-        sample(source.removeprefix("sample:")) if source.startswith("sample:") else read_trace(Path(source))
-    )
+    trace = named_trace(options.trace)
     setting = Setting(policy(options.policy), llm.engine.limits)
     cost = MeasuredCost(profile)
     fitted = plan_traffic(first(trace, options.requests), setting, cost, load=0.7, fit=True)
@@ -68,23 +70,33 @@ def main() -> None:
     simulated = {load: setting.simulated(own.trace, cost) for load, own in traffic.items()}
     bench = LiveBench(llm.engine)
     bench.warm_up()
-    live = {load: [] for load in options.loads}
+    live: dict[float, list[RunRecord]] = {load: [] for load in options.loads}
     order = [(number, load) for number in range(options.repeats) for load in options.loads]
     for number, load in track(order, "live runs", console=Console(stderr=True)):
         record = bench.replay(traffic[load].trace, setting)
         record.save(options.out / f"live_{load:g}_{number + 1}", overwrite=True)
         live[load].append(record)
     llm.close()
+    save(setting, profile, traffic, simulated, live, options.out)
+
+
+def save(
+    setting: Setting,
+    profile: Profile,
+    traffic: dict[float, Traffic],
+    simulated: dict[float, RunRecord],
+    live: dict[float, list[RunRecord]],
+    out: Path,
+) -> None:
+    """Tell and draw how far live and simulated are apart, load by load."""
     told = {}
     for load, own in traffic.items():
         found = validation_of(own, setting, profile, simulated[load], live[load])
         told[f"{load:g}"] = found.as_dict()
         report(load, own, found)
-        plots.predicted_against_live(live[load], simulated[load]).savefig(
-            options.out / f"predicted_{load:g}.png"
-        )
-        plots.timelines(live[load][0], simulated[load]).savefig(options.out / f"timelines_{load:g}.png")
-    (options.out / "validation.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
+        plots.predicted_against_live(live[load], simulated[load]).savefig(out / f"predicted_{load:g}.png")
+        plots.timelines(live[load][0], simulated[load]).savefig(out / f"timelines_{load:g}.png")
+    (out / "validation.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
 
 
 def rate_of(load: float) -> dict[str, float]:

@@ -13,11 +13,18 @@ from typer import Option
 
 from pagedserve.cli.engine_options import EngineOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
-from pagedserve.cli.output_options import PANEL, ResultOptions, draw, refuse_unless_folder_open, replacing
+from pagedserve.cli.option_kinds import switch
+from pagedserve.cli.output_options import (
+    ResultOptions,
+    draw,
+    out_folder,
+    refuse_unless_empty,
+    replacing,
+)
 from pagedserve.cli.replay_options import planned_line
 from pagedserve.cli.screen import Screen
+from pagedserve.cli.trace_options import prompts_seed
 from pagedserve.cli.validate import ProgressBars, measured, percent
-from pagedserve.cli.values import whole
 from pagedserve.policy import policy
 
 if TYPE_CHECKING:
@@ -63,21 +70,16 @@ HEADINGS = (
 def demo(
     results: ResultOptions,
     tiny: Annotated[
-        bool, Option("--tiny", help="A random model of two layers: no download, a few seconds.")
+        bool, switch("--tiny", "A random model of two layers: no download, a few seconds.", None)
     ] = False,
     model: Annotated[
         str | None,
         Option(metavar="MODEL", help=f"Another model than {MODEL}; see 'pagedserve generate --help'."),
     ] = None,
     out: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Where records and pictures go; the default is a new folder under runs/.",
-            rich_help_panel=PANEL,
-        ),
+        Path | None, out_folder("Where records and pictures go; the default is a new folder under runs/.")
     ] = None,
-    seed: Annotated[int, Option(parser=whole(0), metavar="N", help="Draws the prompts' tokens.")] = 0,
+    seed: Annotated[int, prompts_seed(None)] = 0,
 ) -> None:
     """The command; see ``HELP``."""
     if tiny and model is not None:
@@ -85,9 +87,7 @@ def demo(
     results.check(writes_more=True)
     folder = out or OUT / datetime.now().strftime("demo-%Y%m%d-%H%M%S")
     with as_bad_input():
-        refuse_unless_folder_open(folder.parent, makes_folders=True)
-        if folder.exists() and any(folder.iterdir()) and not results.overwrite:
-            refuse(f"{folder}: not empty; choose another --out, or replace what is there with --overwrite")
+        refuse_unless_empty(folder, results.overwrite)
     screen, began = Screen(results.is_quiet), time.perf_counter()
     engine, name, lines = _engine(tiny, model, results.is_quiet)
     screen.lines(lines)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from pagedserve.cli.errors import refuse
-from pagedserve.cli.values import one_of, real, whole
+from pagedserve.cli.flags import given
+from pagedserve.cli.option_kinds import choice, microseconds
+from pagedserve.cli.run_options import memory_share, pool_size
 from pagedserve.simulator.devices import DEVICES, GIB, device, fit_num_blocks
 from pagedserve.simulator.geometry import ModelGeometry, geometry
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 PANEL = "Device and model"
 CONSTANT_PANEL = "Constant step times (with --cost constant)"
 DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_UTILIZATION = "h200", "llama-3.1-8b", 0.92
-TIME_US = real(0, high=3_600e6)
-TIMES = ("step_us", "prefill_token_us", "decode_us")
+COSTS = ("roofline", "measured", "constant")
+TIMES = ("step_us", "prefill_token_us", "decode_us", "swap_block_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,10 @@ class DeviceOptions:
 
     cost: Annotated[
         str,
-        Option(
-            parser=one_of("roofline", "measured", "constant"),
-            metavar="roofline|measured|constant",
-            help="Step times: from device peaks and model geometry, from a profile, or fixed numbers.",
-            rich_help_panel=PANEL,
+        choice(
+            "Step times: from device peaks and model geometry, from a profile, or fixed numbers.",
+            PANEL,
+            *COSTS,
         ),
     ] = "roofline"
     device: Annotated[
@@ -65,23 +66,12 @@ class DeviceOptions:
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        Option(
-            parser=real(0, above=True, high=1),
-            metavar="SHARE",
-            help=f"Memory for weights, workspace and KV blocks; the default is {DEFAULT_UTILIZATION}.",
-            rich_help_panel=PANEL,
+        memory_share(
+            f"Memory for weights, workspace and KV blocks; the default is {DEFAULT_UTILIZATION}.", PANEL
         ),
     ] = None
     num_blocks: Annotated[
-        int | None,
-        Option(
-            "--num-blocks",
-            "--num-gpu-blocks-override",
-            parser=whole(1),
-            metavar="N",
-            help="KV blocks in the pool, instead of what fits the memory.",
-            rich_help_panel=PANEL,
-        ),
+        int | None, pool_size("KV blocks in the pool, instead of what fits the memory.", PANEL)
     ] = None
     profile: Annotated[
         Path | None,
@@ -92,39 +82,19 @@ class DeviceOptions:
         ),
     ] = None
     host_gap_us: Annotated[
-        float | None,
-        Option(
-            parser=TIME_US,
-            metavar="US",
-            help="Host time between schedule and launch of a step, in microseconds.",
-            rich_help_panel=PANEL,
-        ),
+        float | None, microseconds("Host time between schedule and launch of a step, in microseconds.", PANEL)
     ] = None
     host_gap_per_seq_us: Annotated[
-        float | None,
-        Option(
-            parser=TIME_US,
-            metavar="US",
-            help="More host time for every sequence of a step (roofline).",
-            rich_help_panel=PANEL,
-        ),
+        float | None, microseconds("More host time for every sequence of a step (roofline).", PANEL)
     ] = None
-    step_us: Annotated[
-        float | None,
-        Option(
-            parser=TIME_US, metavar="US", help="Microseconds of every step.", rich_help_panel=CONSTANT_PANEL
-        ),
-    ] = None
+    step_us: Annotated[float | None, microseconds("Microseconds of every step.", CONSTANT_PANEL)] = None
     prefill_token_us: Annotated[
-        float | None,
-        Option(
-            parser=TIME_US, metavar="US", help="More for every prefill token.", rich_help_panel=CONSTANT_PANEL
-        ),
+        float | None, microseconds("More for every prefill token.", CONSTANT_PANEL)
     ] = None
-    decode_us: Annotated[
-        float | None,
-        Option(parser=TIME_US, metavar="US", help="More for every decode.", rich_help_panel=CONSTANT_PANEL),
-    ] = None
+    decode_us: Annotated[float | None, microseconds("More for every decode.", CONSTANT_PANEL)] = None
+    swap_block_us: Annotated[float | None, microseconds("More for every block swapped.", CONSTANT_PANEL)] = (
+        None
+    )
 
     def decide(self, block_size: int, of: ModelGeometry | None = None) -> Setup:
         """The cost model and the pool. ``of``: a geometry that is known already, instead of --model's.
@@ -176,11 +146,13 @@ class DeviceOptions:
             refuse("--cost constant needs --step-us, the time of a step, and --num-blocks, the KV pool")
         step, per_prefill = _nanoseconds(self.step_us), _nanoseconds(self.prefill_token_us)
         per_decode, host = _nanoseconds(self.decode_us), _nanoseconds(self.host_gap_us)
+        per_block = _nanoseconds(self.swap_block_us)
+        swapped = f", {per_block / 1e3:g} us a block swapped" if per_block else ""
         says = (
             f"step times: {step / 1e3:g} us a step, {per_prefill / 1e3:g} us a prefill token, "
-            f"{per_decode / 1e3:g} us a decode; host gap {host / 1e3:g} us: as given"
+            f"{per_decode / 1e3:g} us a decode{swapped}; host gap {host / 1e3:g} us: as given"
         )
-        cost = ConstantCost(step, per_prefill, per_decode, host)
+        cost = ConstantCost(step, per_prefill, per_decode, host, per_block)
         return Setup(cost, self.num_blocks, (says, self._given_pool(block_size)), {"from": "num_blocks"})
 
     def _roofline(self, block_size: int, of: ModelGeometry | None) -> Setup:
@@ -190,16 +162,16 @@ class DeviceOptions:
         on, model = device(self.device or DEFAULT_DEVICE), of or geometry(self.model or DEFAULT_MODEL)
         parameters = CPU_PARAMETERS if on.kind == "cpu" else GPU_PARAMETERS
         gaps = {"host_step_ns": self.host_gap_us, "host_row_ns": self.host_gap_per_seq_us}
-        for name, microseconds in gaps.items():
-            if microseconds is not None:
-                parameters = replace(parameters, **{name: _nanoseconds(microseconds)})
-        given = sum(gap is not None for gap in gaps.values())
+        for name, value_us in gaps.items():
+            if value_us is not None:
+                parameters = replace(parameters, **{name: _nanoseconds(value_us)})
+        num_given = sum(gap is not None for gap in gaps.values())
         gap_us, row_us = parameters.host_step_ns / 1e3, parameters.host_row_ns / 1e3
         says = (
             f"step times: roofline of {model.name} on {on.title}; host gap {gap_us:g} us a step and "
-            f"{row_us:g} us a sequence ({('assumed, not measured', 'partly assumed', 'as given')[given]})"
+            f"{row_us:g} us a sequence ({('assumed, not measured', 'partly assumed', 'as given')[num_given]})"
         )
-        cost = RooflineCost(on, model, parameters)
+        cost = RooflineCost(on, model, parameters, block_size)
         if self.num_blocks is not None:
             return Setup(cost, self.num_blocks, (says, self._given_pool(block_size)), {"from": "num_blocks"})
         num_blocks, pool_says, pool = self._fitted_pool(on, model, block_size)
@@ -229,9 +201,8 @@ class DeviceOptions:
         return f"{_pool(self.num_blocks, block_size)}: as given"
 
     def _refuse_given(self, why: str, names: tuple[str, ...]) -> None:
-        given = ["--" + name.replace("_", "-") for name in names if getattr(self, name) is not None]
-        if given:
-            refuse(f"{', '.join(given)}: {why}; leave it out")
+        if found := given(self, names):
+            refuse(f"{', '.join(found)}: {why}; leave it out")
 
 
 def _pool(num_blocks: int, block_size: int) -> str:

@@ -21,6 +21,10 @@ class BadInput(Exception):
     """What was asked for cannot be done; the message says the value, the limit and what to do."""
 
 
+class BadField(BadInput):
+    """The same, in the words of what refused it, which may name its fields."""
+
+
 @contextmanager
 def as_bad_input() -> Iterator[None]:
     """Turn the errors that readers and specifications raise for wrong input into `BadInput`.
@@ -36,7 +40,7 @@ def as_bad_input() -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise BadInput(f"not UTF-8 text: {error}") from error
     except ValueError as error:
-        raise BadInput(str(error)) from error
+        raise BadField(str(error)) from error
 
 
 def refuse(message: str) -> NoReturn:

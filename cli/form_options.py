@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from pagedserve.cli.errors import refuse
+from pagedserve.cli.flags import given
+
 if TYPE_CHECKING:
     from pagedserve.engine.structured_outputs import StructuredOutputs
 
@@ -39,10 +42,12 @@ class FormOptions:
         """As the engine takes it; None for any text. OSError or ValueError says what is wrong."""
         from pagedserve.engine.structured_outputs import StructuredOutputs
 
-        given: dict[str, Any] = {}
+        if len(found := given(self)) > 1:
+            refuse(f"{' and '.join(found)} ask for a form each; give one of them")
+        form: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:
                 text = value.read_text(encoding="utf-8") if isinstance(value, Path) else value
-                given[field.name.removeprefix("guided_")] = text
-        return StructuredOutputs(**given) if given else None
+                form[field.name.removeprefix("guided_")] = text
+        return StructuredOutputs(**form) if form else None

@@ -17,7 +17,8 @@ from pagedserve.cli.completions import PrinterState, prompts_as_json, statistics
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
 from pagedserve.cli.form_options import FormOptions
-from pagedserve.cli.output_options import PANEL, ResultOptions
+from pagedserve.cli.option_kinds import switch
+from pagedserve.cli.output_options import PANEL, ResultOptions, out_folder
 from pagedserve.cli.policy_options import described
 from pagedserve.cli.sampling_options import SamplingOptions
 from pagedserve.cli.screen import Screen
@@ -74,10 +75,8 @@ class PromptOptions:
     ] = None
     chat: Annotated[
         bool,
-        Option(
-            "--chat",
-            help="Each prompt is a message of a user: apply the model's chat template.",
-            rich_help_panel=PROMPT_PANEL,
+        switch(
+            "--chat", "Each prompt is a message of a user: apply the model's chat template.", PROMPT_PANEL
         ),
     ] = False
 
@@ -117,12 +116,7 @@ class RecordOptions:
     """Where the record goes, and how much is said."""
 
     out: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Save the run's record in DIR, in a folder named as its policy.",
-            rich_help_panel=PANEL,
-        ),
+        Path | None, out_folder("Save the run's record in DIR, in a folder named as its policy.")
     ] = None
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="Say nothing on standard error.", rich_help_panel=PANEL)
@@ -150,7 +144,9 @@ def generate(
         folders = SavingOptions(recording.out).folders([label], results.overwrite)
         texts = prompt_options.read(prompts or [])
         tell([f"loading {engine_options.model}"], recording.quiet)
-        llm = engine_options.start(spec, policy_options.overlap_depth, is_quiet=recording.quiet)
+        llm = engine_options.start(
+            spec, policy_options.overlap_depth, host=policy_options.host, is_quiet=recording.quiet
+        )
     try:
         tell([*llm.decisions, f"policy {label}: {described(spec)}"], recording.quiet)
         printer = None if results.is_quiet else PrinterState(_labels(texts, params.n))

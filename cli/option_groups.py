@@ -8,12 +8,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
+from pagedserve.cli.errors import BadField, BadInput
+from pagedserve.cli.flags import flags_of, with_flags
+
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer wants it: a parameter whose type is a dataclass becomes one option a field.
 
     Fields are annotated with ``Annotated[type, typer.Option(...)]``; the command gets the dataclass back,
-    whose construction may check the values. Two groups of one command must not share a field's name.
+    whose construction may check the values. Two groups of one command must not share a field's name. Refusals
+    that name fields are told with the command's flags.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -27,14 +31,20 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     names = [parameter.name for parameter in parameters]
     assert len(names) == len(set(names)), f"{command.__name__}: two options share a name: {sorted(names)}"
 
+    annotations = {parameter.name: parameter.annotation for parameter in parameters}
+    flags = flags_of(annotations)
+
     @wraps(command)
     def flat(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
+        try:
+            command(**values)
+        except BadField as error:
+            raise BadInput(with_flags(str(error), flags)) from error
 
     flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    flat.__annotations__ = annotations
     del flat.__wrapped__  # pyright: ignore[reportAttributeAccessIssue] - or its signature would be read
     return flat
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from pagedserve.cli.errors import as_bad_input, refuse
+from pagedserve.cli.option_kinds import switch
 
 if TYPE_CHECKING:
     from pagedserve.metrics.record import RunRecord
@@ -30,6 +31,16 @@ PICTURES = {
 """File name to the function of `metrics.plots` that draws it."""
 
 
+def out_folder(help: str) -> Any:
+    """--out, where it names a folder."""
+    return Option(metavar="DIR", help=help, rich_help_panel=PANEL)
+
+
+def overwriting(what: str, panel: str = PANEL) -> Any:
+    """--overwrite."""
+    return switch("--overwrite", f"Replace {what}.", panel)
+
+
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
     """Results as JSON, and whether anything may be replaced."""
@@ -42,9 +53,7 @@ class ResultOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace results that exist already.", rich_help_panel=PANEL)
-    ] = False
+    overwrite: Annotated[bool, overwriting("results that exist already")] = False
 
     @property
     def is_quiet(self) -> bool:
@@ -113,6 +122,15 @@ def refuse_unless_folder_open(folder: Path, makes_folders: bool) -> None:
         refuse(f"{nearest}: {found}; a folder is needed to write into")
     if not os.access(nearest, os.W_OK | os.X_OK):
         refuse(f"{nearest}: no permission to write into this folder; choose another")
+
+
+def refuse_unless_empty(folder: Path, overwrite: bool, what: str = "what is there") -> None:
+    """Refuse a folder that cannot be made, or that holds something (unless ``overwrite``)."""
+    refuse_unless_folder_open(folder.parent, makes_folders=True)
+    if folder.exists() and not folder.is_dir():
+        refuse(f"{folder}: a file has this name; choose another --out")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        refuse(f"{folder}: not empty; choose another --out, or replace {what} with --overwrite")
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from typer import Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.values import one_of
 from pagedserve.policy.spec import PARTS, Policy, policy, policy_names
 
 PANEL = "Policy"
 DEFAULT = "vllm_v1"
 SETTINGS = {field.name: field.default for field in fields(Policy) if field.name != "name"}
 WORDS = {"true": True, "1": True, "false": False, "0": False}
+PRESETS = f"One of {', '.join(policy_names())}, perhaps with settings"
 Settings = Annotated[
     list[str] | None,
     Option(
@@ -32,6 +34,17 @@ EnablePrefixCaching = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+PreemptionModeName = Annotated[
+    str | None,
+    Option(
+        "--preemption-mode",
+        parser=one_of(*PARTS["preemption_mode"]),
+        metavar="|".join(PARTS["preemption_mode"]),
+        help="The same as --set preemption_mode=...; swap copies a victim's KV to host memory and back.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +55,23 @@ class PolicyOptions:
         list[str] | None,
         Option(
             metavar="NAME[,KEY=VALUE...]",
-            help=(
-                f"One of {', '.join(policy_names())}, perhaps with settings; the default is {DEFAULT}. "
-                "Give it several times to compare."
-            ),
+            help=f"{PRESETS}; the default is {DEFAULT}. Give it several times to compare.",
             rich_help_panel=PANEL,
         ),
     ] = None
     settings: Settings = None
     enable_prefix_caching: EnablePrefixCaching = None
+    preemption_mode: PreemptionModeName = None
 
     def chosen(self) -> dict[str, Policy]:
         """Label to policy; the label is the option as written. ValueError names what is unknown."""
         common = _parsed(self.settings or [], "--set")
-        if self.enable_prefix_caching is not None:
-            if "enable_prefix_caching" in common:
-                refuse("enable_prefix_caching is given by --set and by its own option; give one of them")
-            common["enable_prefix_caching"] = self.enable_prefix_caching
+        for key in ("enable_prefix_caching", "preemption_mode"):
+            value = getattr(self, key)
+            if value is not None and key in common:
+                refuse(f"{key} is given by --set and by its own option; give one of them")
+            if value is not None:
+                common[key] = value
         policies: dict[str, Policy] = {}
         for text in self.policy or [DEFAULT]:
             name, *items = [item.strip() for item in text.split(",")]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagedserve.cli.engine_options import EngineOptions, tell
-from pagedserve.cli.errors import as_bad_input
-from pagedserve.cli.output_options import PANEL, refuse_unless_writable
+from pagedserve.cli.errors import as_bad_input, refuse
+from pagedserve.cli.option_kinds import choice, count
+from pagedserve.cli.output_options import PANEL, overwriting, refuse_unless_writable
 from pagedserve.cli.screen import Screen
-from pagedserve.cli.values import one_of, whole
 
 if TYPE_CHECKING:
     from pagedserve.engine.profile_grid import Grid
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 HELP = """Measure how long a model's steps take on this device; the simulator predicts with them.
 
-Chunks of a prefill, batches of decodes, both together, and the host's time between steps.
+Chunks of a prefill, batches of decodes, both together, the host's time between steps, and copies of KV blocks to
+host memory and back.
 
 Nothing else should run meanwhile. What does not fit the limits is left out, and said.
 
@@ -42,31 +43,22 @@ def profile(
         Path, Option("--out", metavar="FILE", help="The profile to write, as JSON.", rich_help_panel=PANEL)
     ],
     grid: Annotated[
-        str,
-        Option(
-            parser=one_of(*GRID_NAMES),
-            metavar="|".join(GRID_NAMES),
-            help="How many shapes are measured; small is for trying things out.",
-            rich_help_panel=GRID_PANEL,
-        ),
+        str, choice("How many shapes are measured; small is for trying things out.", GRID_PANEL, *GRID_NAMES)
     ] = "standard",
     repeats: Annotated[
-        int,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="Measurements of each shape, one a round, after a round to warm up.",
-            rich_help_panel=GRID_PANEL,
-        ),
+        int, count("Measurements of each shape, one a round, after a round to warm up.", GRID_PANEL)
     ] = 5,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace FILE if it exists.", rich_help_panel=PANEL)
-    ] = False,
+    overwrite: Annotated[bool, overwriting("FILE if it exists")] = False,
 ) -> None:
     """The command; see ``HELP``."""
     refuse_unless_writable(out, overwrite)
     with as_bad_input():
         engine_options.check()
+        if engine_options.tensor_parallel_size > 1:
+            refuse(
+                f"--tensor-parallel-size is {engine_options.tensor_parallel_size}; a profile is measured on one "
+                "rank: leave it out"
+            )
         tell([f"loading {engine_options.model}"])
         llm = engine_options.start()
     from pagedserve.engine.profile_grid import GRIDS
@@ -96,8 +88,8 @@ def _coverage(grid: Grid, limits: Limits, repeats: int) -> str:
     outside = everything - len(points)
     left_out = f" ({outside} of the grid's {everything} do not fit the limits and are left out)"
     return (
-        f"measuring {len(points)} steps{left_out if outside else ''} and the host's time "
-        f"({', '.join(map(_rows, rows))}), {repeats} times each after a warm-up"
+        f"measuring {len(points)} steps{left_out if outside else ''}, the host's time "
+        f"({', '.join(map(_rows, rows))}) and copies to host memory, {repeats} times each after a warm-up"
     )
 
 
@@ -125,7 +117,18 @@ def _tables(found: Profile, grid: Grid) -> list[str]:
     title = f"decode batch (context {grid.middle_context}) \\ with a chunk of"
     lines += _table(title, grid.decode_batches, grid.mixed_chunks, mixed)
     host = ", ".join(f"{point.p50_ns / 1e3:,.0f} ({_rows(point.num_rows)})" for point in found.host)
-    return [*lines, f"microseconds of the host between two decode steps (p50): {host}"]
+    return [*lines, f"microseconds of the host between two decode steps (p50): {host}", *_swaps(found)]
+
+
+def _swaps(found: Profile) -> list[str]:
+    """The middle times of copies to and from host memory."""
+    lines = []
+    for direction, words in (("out", "to"), ("in", "from")):
+        points = [point for point in found.swaps if point.direction == direction]
+        times = ", ".join(f"{point.p50_ns / 1e3:,.0f} ({point.num_blocks})" for point in points)
+        if points:
+            lines.append(f"microseconds of copying so many KV blocks {words} host memory (p50): {times}")
+    return lines
 
 
 def _table(
@@ -165,6 +168,7 @@ def _provenance(found: Profile) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in own["versions"].items())
     return [
         f"{own['model']} in {own['dtype']} on {own['device_name']} ({own['device']}), {threads} of "
-        f"{own['num_cpus']} CPUs, attention {own['attention']}",
+        f"{own['num_cpus']} CPUs, attention {own['attention']}"
+        f"{', decodes as CUDA graphs' if own['has_graphs'] else ''}",
         f"{versions}; {own['date']}",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,14 +10,16 @@ from typer import Option
 
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
-from pagedserve.cli.output_options import PANEL, ResultOptions
+from pagedserve.cli.flags import given
+from pagedserve.cli.option_kinds import count, seconds, switch
+from pagedserve.cli.output_options import ResultOptions, out_folder
 from pagedserve.cli.policy_options import described
+from pagedserve.cli.run_options import declared_limit
 from pagedserve.cli.screen import Screen, endings, refusals
 from pagedserve.cli.simulate import SavingOptions, traffic_line
 from pagedserve.cli.synthetic_options import SyntheticOptions
 from pagedserve.cli.trace_options import PANEL as TRACE_PANEL
-from pagedserve.cli.trace_options import SOURCE_HELP, TraceOptions
-from pagedserve.cli.values import real, whole
+from pagedserve.cli.trace_options import TraceOptions, prompts_seed, trace_source
 
 if TYPE_CHECKING:
     from pagedserve.metrics.record import RunRecord
@@ -56,49 +58,31 @@ class UrlOptions:
         str | None,
         Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", rich_help_panel=URL_PANEL),
     ] = None
-    timeout: Annotated[
-        float | None,
-        Option(
-            parser=real(0, above=True),
-            metavar="S",
-            help="Give a request up after so many seconds.",
-            rich_help_panel=URL_PANEL,
-        ),
-    ] = None
+    timeout: Annotated[float | None, seconds("Give a request up after so many seconds.", URL_PANEL)] = None
     vocab_size: Annotated[
-        int | None,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help=f"Token ids from 0 to N - 1 are sent; the default is {DEFAULT_VOCAB:,}.",
-            rich_help_panel=URL_PANEL,
-        ),
+        int | None, count(f"Token ids from 0 to N - 1 are sent; the default is {DEFAULT_VOCAB:,}.", URL_PANEL)
     ] = None
     no_extensions: Annotated[
         bool,
-        Option(
+        switch(
             "--no-extensions",
-            help="Send no ignore_eos and min_tokens, which not every server knows; outputs may then be shorter.",
-            rich_help_panel=URL_PANEL,
+            "Send no ignore_eos and min_tokens, which not every server knows; outputs may then be shorter.",
+            URL_PANEL,
         ),
     ] = False
 
     def refuse_without_url(self) -> None:
         """Refuse what is about a server when there is none; a key may lie in the environment."""
-        for name in ("timeout", "vocab_size", "no_extensions"):
-            if getattr(self, name):
-                refuse(f"--{name.replace('_', '-')} is about a server elsewhere; give --url as well")
+        for flag in given(self, ("timeout", "vocab_size", "no_extensions")):
+            refuse(f"{flag} is about a server elsewhere; give --url as well")
 
     def refuse_engine_options(self, *groups: Any) -> None:
         """Refuse what is about an engine here, which a server elsewhere never hears of."""
         for group in groups:
-            for field in fields(group):
-                if field.name != "model" and getattr(group, field.name) != field.default:
-                    name = "set" if field.name == "settings" else field.name.replace("_", "-")
-                    refuse(
-                        f"--{name} is about an engine in this process, and with --url "
-                        "the server decides; leave it out"
-                    )
+            for flag in given(group):
+                refuse(
+                    f"{flag} is about an engine in this process, and with --url the server decides; leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +91,12 @@ class ReplaySaving:
 
     out: Annotated[
         Path | None,
-        Option(
-            metavar="DIR",
-            help="Save the record in DIR, in a folder named as its policy ('client' with --url).",
-            rich_help_panel=PANEL,
-        ),
+        out_folder("Save the record in DIR, in a folder named as its policy ('client' with --url)."),
     ] = None
 
 
 def replay(
-    source: Annotated[str, Option("--trace", metavar="TRACE", help=SOURCE_HELP, rich_help_panel=TRACE_PANEL)],
+    source: Annotated[str, trace_source()],
     engine_options: EngineOptions,
     trace_options: TraceOptions,
     synthetic: SyntheticOptions,
@@ -124,23 +104,9 @@ def replay(
     url_options: UrlOptions,
     saving: ReplaySaving,
     results: ResultOptions,
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="The output limit every request declares; default: the trace's longest output.",
-            rich_help_panel=TRACE_PANEL,
-        ),
-    ] = None,
+    max_tokens: Annotated[int | None, declared_limit(TRACE_PANEL)] = None,
     prompt_seed: Annotated[
-        int,
-        Option(
-            parser=whole(0),
-            metavar="N",
-            help="Draws the prompts' tokens; give another to repeat against a server that caches prefixes.",
-            rich_help_panel=TRACE_PANEL,
-        ),
+        int, prompts_seed(TRACE_PANEL, "; give another to repeat against a server that caches prefixes")
     ] = 0,
 ) -> None:
     """The command; see ``HELP``."""
@@ -198,7 +164,9 @@ def _here(
     label, spec = policy_options.chosen()
     with as_bad_input():
         tell([f"loading {engine_options.model}"], screen.is_quiet)
-        llm = engine_options.start(spec, policy_options.overlap_depth, is_quiet=screen.is_quiet)
+        llm = engine_options.start(
+            spec, policy_options.overlap_depth, host=policy_options.host, is_quiet=screen.is_quiet
+        )
     try:
         screen.lines([*llm.decisions, f"policy {label}: {described(spec)}"])
         limits = llm.engine.limits

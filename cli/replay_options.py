@@ -8,16 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.option_kinds import count, switch
+from pagedserve.cli.run_options import declared_limit
 from pagedserve.cli.synthetic_options import SyntheticOptions
-from pagedserve.cli.trace_options import PANEL, SCALE, SYNTHETIC, TraceOptions
-from pagedserve.cli.values import real, whole
+from pagedserve.cli.trace_options import (
+    PANEL,
+    SYNTHETIC,
+    Format,
+    IgnoreBlockIds,
+    LengthScale,
+    TraceOptions,
+    mean_rate,
+    prompts_seed,
+    trace_source,
+)
+from pagedserve.cli.values import real
 
 if TYPE_CHECKING:
     from pagedserve.simulator.cost import CostModel
     from pagedserve.traces.trace import Trace
     from pagedserve.validation.planning import Setting, Traffic
 
-SOURCE_HELP = "A trace file or sample:NAME."
 DEFAULT_LOAD = 0.7
 
 
@@ -25,34 +36,11 @@ DEFAULT_LOAD = 0.7
 class TrafficOptions:
     """A trace on a device much smaller than the one it was recorded on."""
 
-    trace: Annotated[str, Option("--trace", metavar="TRACE", help=SOURCE_HELP, rich_help_panel=PANEL)] = (
-        "sample:azure_shaped_500"
-    )
-    format: Annotated[
-        str | None,
-        Option(
-            help="Format of the file; detected if not given. 'pagedserve traces list' shows them.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
-    requests: Annotated[
-        int | None,
-        Option(parser=whole(1), metavar="N", help="Take the first N requests.", rich_help_panel=PANEL),
-    ] = None
-    ignore_block_ids: Annotated[
-        bool, Option("--ignore-block-ids", help="Forget which prompts share blocks.", rich_help_panel=PANEL)
-    ] = False
-    rate: Annotated[
-        float | None,
-        Option(
-            "--rate",
-            "--request-rate",
-            parser=real(0, above=True, infinite=True),
-            metavar="R",
-            help="Requests/s on average; inf: all at once.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
+    trace: Annotated[str, trace_source("A trace file or sample:NAME.")] = "sample:azure_shaped_500"
+    format: Format = None
+    requests: Annotated[int | None, count("Take the first N requests.", PANEL)] = None
+    ignore_block_ids: IgnoreBlockIds = False
+    rate: Annotated[float | None, mean_rate("Requests/s on average; inf: all at once.")] = None
     load: Annotated[
         float | None,
         Option(
@@ -62,33 +50,18 @@ class TrafficOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    length_scale: Annotated[
-        float | None,
-        Option(
-            parser=SCALE, metavar="S", help="Multiply prompt and output lengths by S.", rich_help_panel=PANEL
-        ),
-    ] = None
+    length_scale: LengthScale = None
     fit: Annotated[
         bool,
-        Option(
+        switch(
             "--fit",
-            help="Scale lengths so that the largest request fits the model and the run takes about a minute; "
+            "Scale lengths so that the largest request fits the model and the run takes about a minute; "
             "the default without --length-scale.",
-            rich_help_panel=PANEL,
+            PANEL,
         ),
     ] = False
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="The output limit every request declares; default: the trace's longest output.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
-    seed: Annotated[
-        int, Option(parser=whole(0), metavar="N", help="Draws the prompts' tokens.", rich_help_panel=PANEL)
-    ] = 0
+    max_tokens: Annotated[int | None, declared_limit(PANEL)] = None
+    seed: Annotated[int, prompts_seed(PANEL)] = 0
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.load is not None:

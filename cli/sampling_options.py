@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import BadParameter, Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.flags import given
+from pagedserve.cli.option_kinds import switch
 
 if TYPE_CHECKING:
     from pagedserve.engine.params import SamplingParams
@@ -149,8 +151,7 @@ class SamplingOptions:
         ),
     ] = None
     ignore_eos: Annotated[
-        bool,
-        Option("--ignore-eos", help="Go on after the model's own end of an output.", rich_help_panel=PANEL),
+        bool, switch("--ignore-eos", "Go on after the model's own end of an output.", PANEL)
     ] = False
     logprobs: Annotated[
         int | None,
@@ -176,11 +177,9 @@ class SamplingOptions:
         """As the engine takes them. ValueError names the option, its value and its bounds."""
         from pagedserve.engine.params import SamplingParams
 
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None and not has_json:
-                option = "--" + name.replace("_", "-")
-                refuse(f"{option}: they are written as JSON only; give --json FILE, or - for standard output")
-        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        given.update(stop=self.stop or (), stop_token_ids=self.stop_token_ids or ())
-        given["logit_bias"] = dict(self.logit_bias or ())
-        return SamplingParams(**given, structured_outputs=form)
+        for flag in () if has_json else given(self, ("logprobs", "prompt_logprobs")):
+            refuse(f"{flag}: they are written as JSON only; give --json FILE, or - for standard output")
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values.update(stop=self.stop or (), stop_token_ids=self.stop_token_ids or ())
+        values["logit_bias"] = dict(self.logit_bias or ())
+        return SamplingParams(**values, structured_outputs=form)

@@ -93,6 +93,7 @@ def shown_metrics(summaries: Iterable[Summary]) -> list[Shown]:
         *POLICY_COLUMNS,
         Shown("num_preemptions", "preemptions", "lower", digits=0),
         Shown("num_recomputed_tokens", "recomputed tokens", "lower", digits=0),
+        *_swap_rows(summaries),
         Shown("prefix_hit_rate", "prefix hits (% of prompts)", "higher", scale=100),
         Shown("requests_per_s", "requests/s", "higher", digits=2),
     ]
@@ -100,6 +101,19 @@ def shown_metrics(summaries: Iterable[Summary]) -> list[Shown]:
         rows.append(Shown("slo_attainment", "SLO kept (% of requests)", "higher", scale=100))
         rows.append(Shown("goodput_per_s", "goodput (requests/s)", "higher", digits=2))
     return rows
+
+
+def _swap_rows(summaries: Iterable[Summary]) -> list[Shown]:
+    """What was copied to host memory and back, if anything was."""
+    from pagedserve.metrics.compare import Shown
+
+    if not any(summary.num_blocks_swapped_out > 0 for summary in summaries):
+        return []
+    return [
+        Shown("num_blocks_swapped_out", "blocks swapped out", "lower", digits=0),
+        Shown("num_blocks_swapped_in", "blocks swapped in", "lower", digits=0),
+        Shown("num_cpu_blocks_peak", "peak host blocks", "", digits=0),
+    ]
 
 
 def endings(label: str, record: RunRecord, summary: Summary) -> list[str]:

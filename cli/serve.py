@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Argument, Context, Exit, Option
 
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
+from pagedserve.cli.option_kinds import count, seconds
+from pagedserve.cli.output_options import overwriting
 from pagedserve.cli.policy_options import described
 from pagedserve.cli.run_options import LIMITS_PANEL
 from pagedserve.cli.simulate import SavingOptions
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from socket import socket
 
     from pagedserve.engine.llm import LLM
-    from pagedserve.policy import Policy
     from pagedserve.validation.wall_time_llm import WallTimeLLM
 
 HELP = f"""Serve a model to OpenAI clients, with vLLM's extensions and metrics.
@@ -37,7 +38,7 @@ Keys, if there are any, are asked for everywhere but /health; they come from a f
 
 \b
 Examples:
-  pagedserve serve --model smollm2-135m
+  pagedserve serve smollm2-135m
   pagedserve serve --model smollm2-135m --policy mixed --record runs
 \b
   # No weights and no device: filler tokens at the times of a profile, or of a GPU that is not there
@@ -91,67 +92,30 @@ class ServerOptions:
         ),
     ] = None
     max_num_queued_reqs: Annotated[
-        int,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="Outputs accepted and without a first token; requests beyond get 503.",
-            rich_help_panel=LIMITS_PANEL,
-        ),
+        int, count("Outputs accepted and without a first token; requests beyond get 503.", LIMITS_PANEL)
     ] = DEFAULT.max_num_queued_reqs
     max_num_queued_tokens: Annotated[
-        int,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="The same in prompt tokens: time to first token wanted x prefill tokens/s.",
-            rich_help_panel=LIMITS_PANEL,
-        ),
+        int, count("The same in prompt tokens: time to first token wanted x prefill tokens/s.", LIMITS_PANEL)
     ] = DEFAULT.max_num_queued_tokens or 0
-    max_body_bytes: Annotated[
-        int,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="Largest body of a request; larger ones get 413.",
-            rich_help_panel=LIMITS_PANEL,
-        ),
-    ] = DEFAULT.max_body_bytes
+    max_body_bytes: Annotated[int, count("Largest body of a request; larger ones get 413.", LIMITS_PANEL)] = (
+        DEFAULT.max_body_bytes
+    )
     request_timeout: Annotated[
         float | None,
-        Option(
-            parser=SECONDS,
-            metavar="S",
-            help="A request that has not ended S seconds after its arrival is ended, with 504.",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        seconds("A request that has not ended S seconds after its arrival is ended, with 504.", SERVER_PANEL),
     ] = None
     send_timeout: Annotated[
-        float,
-        Option(
-            parser=SECONDS,
-            metavar="S",
-            help="A connection whose reader takes nothing for S seconds is dropped.",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        float, seconds("A connection whose reader takes nothing for S seconds is dropped.", SERVER_PANEL)
     ] = DEFAULT.send_timeout_s
     receive_timeout: Annotated[
         float,
-        Option(
-            parser=SECONDS,
-            metavar="S",
-            help="A request, or what was opened for one, that is not there after S seconds is dropped.",
-            rich_help_panel=SERVER_PANEL,
+        seconds(
+            "A request, or what was opened for one, that is not there after S seconds is dropped.",
+            SERVER_PANEL,
         ),
     ] = DEFAULT.receive_timeout_s
     shutdown_timeout: Annotated[
-        float,
-        Option(
-            parser=real(0),
-            metavar="S",
-            help="How long open requests may go on after SIGTERM.",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        float, seconds("How long open requests may go on after SIGTERM.", SERVER_PANEL, above_0=False)
     ] = DEFAULT.shutdown_timeout_s
 
     def settings(self, model: str) -> ServerSettings:
@@ -193,10 +157,7 @@ class ServeSaving:
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None
-    overwrite: Annotated[
-        bool,
-        Option("--overwrite", help="Replace a record that exists already.", rich_help_panel=SERVER_PANEL),
-    ] = False
+    overwrite: Annotated[bool, overwriting("a record that exists already", SERVER_PANEL)] = False
 
     def folder(self, label: str) -> Path | None:
         """Where the record goes, checked; None if none is kept."""
@@ -205,14 +166,34 @@ class ServeSaving:
         return SavingOptions(self.record).folders([label], self.overwrite).get(label)
 
 
+def _also_model(context: Context, value: str | None) -> str | None:
+    """Let MODEL be --model where that is not given."""
+    if value is not None:
+        context.default_map = {**(context.default_map or {}), "model": value}
+    return value
+
+
 def serve(
     engine_options: EngineOptions,
     simulated: SimulatedOptions,
     policy_options: EnginePolicyOptions,
     server_options: ServerOptions,
     saving: ServeSaving,
+    positional: Annotated[
+        str | None,
+        Argument(
+            metavar="MODEL",
+            help="The same as --model, which is then not needed.",
+            callback=_also_model,
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
     """The command; see ``HELP``."""
+    if positional not in (None, engine_options.model):
+        refuse(
+            f"MODEL is {positional} and --model is {engine_options.model}; a server has one model: give one of them"
+        )
     with as_bad_input():
         engine_options.check()
         simulated.check(engine_options)
@@ -224,9 +205,12 @@ def serve(
         depth, record = policy_options.overlap_depth, folder is not None
         wall_time = None
         if simulated.is_simulated:
-            llm = wall_time = simulated.start(engine_options, spec, depth, record=record)
+            llm = wall_time = simulated.start(
+                engine_options, spec, depth, host=policy_options.host, record=record
+            )
         else:
-            llm = _started(engine_options, depth, spec, record)
+            # No record unless one is wanted: it grows for as long as it is kept.
+            llm = engine_options.start(spec, depth, host=policy_options.host, record=record)
     tell([*llm.decisions, f"policy {label}: {described(spec)}"])
     try:
         ended_well = _serve(llm, label, settings, sock)
@@ -240,21 +224,6 @@ def serve(
         tell([f"record saved in {folder}"])
     if not ended_well:
         raise Exit(EXIT_FAILED)
-
-
-def _started(engine: EngineOptions, overlap_depth: int, spec: Policy, record: bool) -> LLM:
-    """As `EngineOptions.start`, and without a record unless one is wanted: it grows for as long as it is kept."""
-    from pagedserve.engine.heap import settle_heap
-    from pagedserve.engine.kv_memory import PoolTooLarge
-    from pagedserve.engine.llm import LLM
-
-    given = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    try:
-        llm = LLM(**given, policy=spec, overlap_depth=overlap_depth, record=record)
-    except PoolTooLarge as error:
-        refuse(f"--num-blocks{str(error).removeprefix('num_blocks')}")
-    settle_heap()
-    return llm
 
 
 def _serve(llm: LLM | WallTimeLLM, label: str, settings: ServerSettings, sock: socket) -> bool:

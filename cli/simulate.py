@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
-
 from pagedserve.cli.device_options import DeviceOptions, Setup
 from pagedserve.cli.errors import as_bad_input, refuse
+from pagedserve.cli.option_kinds import switch
 from pagedserve.cli.output_options import (
     PANEL,
     PICTURES,
     ResultOptions,
     draw,
+    out_folder,
     refuse_unless_drawable,
-    refuse_unless_folder_open,
+    refuse_unless_empty,
 )
 from pagedserve.cli.policy_options import PolicyOptions, described
 from pagedserve.cli.run_options import LimitOptions, RunOptions, SloOptions
 from pagedserve.cli.screen import Screen, endings, refusals
 from pagedserve.cli.synthetic_options import SyntheticOptions
-from pagedserve.cli.trace_options import PANEL as TRACE_PANEL
-from pagedserve.cli.trace_options import SOURCE_HELP, TraceOptions
+from pagedserve.cli.trace_options import TraceOptions, trace_source
 from pagedserve.policy import Limits, Policy, Scheduler
 
 if TYPE_CHECKING:
     from pagedserve.metrics.record import RunRecord
     from pagedserve.metrics.summary import Summary
+    from pagedserve.simulator.cost import CostModel
     from pagedserve.traces.trace import Trace
 
 HELP = """Serve a trace with one policy or several and compare what each does to latency and memory.
@@ -59,20 +59,13 @@ class SavingOptions:
     """Where the records go."""
 
     out: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Save each run's record in DIR, in a folder named as its policy.",
-            rich_help_panel=PANEL,
-        ),
+        Path | None, out_folder("Save each run's record in DIR, in a folder named as its policy.")
     ] = None
-    keep_plans: Annotated[
-        bool, Option("--keep-plans", help="Keep every step's plan in the record.", rich_help_panel=PANEL)
-    ] = False
+    keep_plans: Annotated[bool, switch("--keep-plans", "Keep every step's plan in the record.", PANEL)] = (
+        False
+    )
 
-    plots: Annotated[
-        bool, Option("--plots", help=f"Draw {', '.join(PICTURES)} into DIR.", rich_help_panel=PANEL)
-    ] = False
+    plots: Annotated[bool, switch("--plots", f"Draw {', '.join(PICTURES)} into DIR.", PANEL)] = False
 
     def folders(self, labels: list[str], overwrite: bool) -> dict[str, Path]:
         """Label to the folder of its record, each checked; none if nothing is to be saved."""
@@ -85,21 +78,14 @@ class SavingOptions:
             refuse_unless_drawable(self.out, overwrite)
         folders = {label: self.out / label for label in labels}
         for folder in folders.values():
-            refuse_unless_folder_open(folder.parent, makes_folders=True)
-            if folder.exists() and not folder.is_dir():
-                refuse(f"{folder}: a file has this name; choose another --out")
-            if folder.is_dir() and any(folder.iterdir()):
-                if not overwrite:
-                    refuse(
-                        f"{folder}: not empty; choose another --out, or replace the record with --overwrite"
-                    )
-                if not (folder / "header.json").is_file():
-                    refuse(f"{folder}: holds no record that could be replaced; choose another --out")
+            refuse_unless_empty(folder, overwrite, "the record")
+            if folder.is_dir() and any(folder.iterdir()) and not (folder / "header.json").is_file():
+                refuse(f"{folder}: holds no record that could be replaced; choose another --out")
         return folders
 
 
 def simulate(
-    source: Annotated[str, Option("--trace", metavar="TRACE", help=SOURCE_HELP, rich_help_panel=TRACE_PANEL)],
+    source: Annotated[str, trace_source()],
     trace_options: TraceOptions,
     synthetic: SyntheticOptions,
     policy_options: PolicyOptions,
@@ -119,7 +105,7 @@ def simulate(
         limits = limit_options.limits(setup.num_blocks)
         folders = saving.folders(list(policies), results.overwrite)
         trace = trace_options.load(source, synthetic)
-        _check(policies.values(), limits, trace, run)
+        _check(list(policies.values()), limits, trace, run, setup.cost)
     screen = Screen(results.is_quiet)
     screen.lines([*trace.report.lines(), traffic_line(trace), *setup.lines, _limits(limits, run)])
     screen.lines(f"{label}: {described(chosen)}" for label, chosen in policies.items())
@@ -141,11 +127,19 @@ def simulate(
     results.write(_results(trace, setup, limits, records, summaries, folders))
 
 
-def _check(policies: Any, limits: Limits, trace: Trace, run: RunOptions) -> None:
+def _check(
+    policies: Sequence[Policy], limits: Limits, trace: Trace, run: RunOptions, cost: CostModel
+) -> None:
     """Raise ValueError for what `simulate` would refuse, before anything is printed."""
+    from pagedserve.simulator.cost import check_priced
     from pagedserve.traces.requests import to_requests
 
+    if limits.num_cpu_blocks and not any(policy.can_swap for policy in policies):
+        raise ValueError(
+            f"num_cpu_blocks is {limits.num_cpu_blocks} and no policy swaps: leave it out, or swap"
+        )
     for policy in policies:
+        check_priced(cost, policy, limits)
         Scheduler(policy, limits, run.overlap_depth)
         to_requests(trace, limits.block_size if policy.enable_prefix_caching else None, run.max_tokens)
 
@@ -214,6 +208,8 @@ def _limits(limits: Limits, run: RunOptions) -> str:
         f"{name} {getattr(limits, name):,}"
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
     ]
+    if limits.num_cpu_blocks:
+        shown.append(f"num_cpu_blocks {limits.num_cpu_blocks:,}")
     if limits.max_num_queued_reqs is not None:
         shown.append(f"max_num_queued_reqs {limits.max_num_queued_reqs:,}")
     return f"limits: {', '.join(shown)}; overlap depth {run.overlap_depth}"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagedserve.cli.device_options import DEFAULT_DEVICE, TIME_US, DeviceOptions, Setup
+from pagedserve.cli.device_options import COSTS, DEFAULT_DEVICE, DeviceOptions, Setup
 from pagedserve.cli.engine_options import EngineOptions
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.flags import given
+from pagedserve.cli.option_kinds import choice, microseconds
 from pagedserve.cli.synthetic_options import LENGTHS, parsed_lengths
-from pagedserve.cli.values import one_of
 from pagedserve.simulator.devices import DEVICES
 
 if TYPE_CHECKING:
+    from pagedserve.engine.host_memory import HostMemory
     from pagedserve.engine.model.load import ModelOutline
     from pagedserve.policy import Policy
     from pagedserve.validation.wall_time_llm import WallTimeLLM
@@ -26,6 +28,8 @@ COMPUTING = (
     "dtype",
     "device",
     "attention",
+    "kv_cache_dtype",
+    "calculate_kv_scales",
     "tensor_parallel_size",
     "gpu_memory_utilization",
     "enforce_eager",
@@ -33,7 +37,7 @@ COMPUTING = (
 # Who wakes at the end of a step needs the interpreter's lock, and by default another thread may keep it for 5 ms:
 # longer than a GPU's step.
 SWITCH_S = 0.0005
-TIMES = ("step_us", "prefill_token_us", "decode_us", "host_gap_us")
+TIMES = ("step_us", "prefill_token_us", "decode_us", "swap_block_us", "host_gap_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,11 @@ class SimulatedOptions:
 
     engine: Annotated[
         str,
-        Option(
-            parser=one_of("live", "simulated"),
-            metavar="live|simulated",
-            help="simulated: no weights, filler tokens, and the times of --profile or --cost in real time.",
-            rich_help_panel=PANEL,
+        choice(
+            "simulated: no weights, filler tokens, and the times of --profile or --cost in real time.",
+            PANEL,
+            "live",
+            "simulated",
         ),
     ] = "live"
     profile: Annotated[
@@ -59,11 +63,8 @@ class SimulatedOptions:
     ] = None
     cost: Annotated[
         str | None,
-        Option(
-            parser=one_of("roofline", "measured", "constant"),
-            metavar="roofline|measured|constant",
-            help="Step times as in 'pagedserve simulate'; the default is measured, with --profile.",
-            rich_help_panel=PANEL,
+        choice(
+            "Step times as in 'pagedserve simulate'; the default is measured, with --profile.", PANEL, *COSTS
         ),
     ] = None
     simulated_device: Annotated[
@@ -74,28 +75,13 @@ class SimulatedOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    step_us: Annotated[
-        float | None,
-        Option(
-            parser=TIME_US, metavar="US", help="With --cost constant: time of a step.", rich_help_panel=PANEL
-        ),
-    ] = None
-    prefill_token_us: Annotated[
-        float | None,
-        Option(parser=TIME_US, metavar="US", help="More for every prefill token.", rich_help_panel=PANEL),
-    ] = None
-    decode_us: Annotated[
-        float | None,
-        Option(parser=TIME_US, metavar="US", help="More for every decode.", rich_help_panel=PANEL),
-    ] = None
+    step_us: Annotated[float | None, microseconds("With --cost constant: time of a step.", PANEL)] = None
+    prefill_token_us: Annotated[float | None, microseconds("More for every prefill token.", PANEL)] = None
+    decode_us: Annotated[float | None, microseconds("More for every decode.", PANEL)] = None
+    swap_block_us: Annotated[float | None, microseconds("More for every block swapped.", PANEL)] = None
     host_gap_us: Annotated[
         float | None,
-        Option(
-            parser=TIME_US,
-            metavar="US",
-            help="Host time between schedule and launch of a step (roofline, constant).",
-            rich_help_panel=PANEL,
-        ),
+        microseconds("Host time between schedule and launch of a step (roofline, constant).", PANEL),
     ] = None
     output_len: Annotated[
         str | None,
@@ -115,16 +101,12 @@ class SimulatedOptions:
     def check(self, engine: EngineOptions) -> None:
         """Refuse what has no meaning with this kind of engine, before a model is looked for."""
         if not self.is_simulated:
-            given = [name for name in _names(self) if name != "engine" and getattr(self, name) is not None]
-            if given:
-                refuse(
-                    f"{_flags(given)}: only a simulated engine has this; leave it out or give --engine simulated"
-                )
+            if found := given(self):
+                told = "only a simulated engine has this; leave it out or give --engine simulated"
+                refuse(f"{', '.join(found)}: {told}")
             return
-        defaults = {field.name: field.default for field in fields(EngineOptions)}
-        given = [name for name in COMPUTING if getattr(engine, name) != defaults[name]]
-        if given:
-            refuse(f"{_flags(given)}: a simulated engine computes nothing; leave it out")
+        if found := given(engine, COMPUTING):
+            refuse(f"{', '.join(found)}: a simulated engine computes nothing; leave it out")
         if self.profile is not None and self._cost != "measured":
             refuse(f"--cost {self.cost} and --profile both give step times; give one of them")
         if self.profile is None and self._cost == "measured":
@@ -144,21 +126,29 @@ class SimulatedOptions:
         return self.cost or "measured"
 
     def start(
-        self, engine: EngineOptions, policy: Policy, overlap_depth: int, *, record: bool
+        self,
+        engine: EngineOptions,
+        policy: Policy,
+        overlap_depth: int,
+        *,
+        host: HostMemory,
+        record: bool,
     ) -> WallTimeLLM:
         """The engine. ValueError says what does not exist or fit."""
         from pagedserve.engine.heap import settle_heap
         from pagedserve.engine.model.load import load_outline
-        from pagedserve.validation.wall_time_llm import WallTimeLLM
+        from pagedserve.validation.wall_time_llm import WallTimeLLM, geometry_of
 
         outline = load_outline(engine.model)
         setup = self._setup(engine, outline)
+        block_bytes = geometry_of(outline.config, engine.model).kv_bytes_per_token * engine.block_size
         lengths = None if self.output_len is None else parsed_lengths("--output-len", self.output_len)
         llm = WallTimeLLM(
             outline,
             setup.cost,
             policy,
             num_blocks=setup.num_blocks,
+            num_cpu_blocks=host.num_blocks(block_bytes),
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -188,11 +178,3 @@ class SimulatedOptions:
         if isinstance(setup.cost, MeasuredCost):
             check_geometry(setup.cost.profile, outline.config)
         return setup
-
-
-def _names(options: SimulatedOptions) -> list[str]:
-    return [field.name for field in fields(options)]
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in names)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from pagedserve.cli.errors import refuse
-from pagedserve.cli.values import real, whole
+from pagedserve.cli.flags import given
+from pagedserve.cli.option_kinds import count, switch
+from pagedserve.cli.values import real
 
 if TYPE_CHECKING:
     from pagedserve.traces.lengths import LengthDist, TraceLengths
@@ -23,9 +24,7 @@ LENGTHS = "N, uniform:LOW:HIGH or lognormal:median=M,sigma=S (also mean=, cv=, m
 class SyntheticOptions:
     """Options that only a synthetic trace has; None: not given."""
 
-    num_prompts: Annotated[
-        int | None, Option(parser=whole(1), metavar="N", help="Requests to make.", rich_help_panel=PANEL)
-    ] = None
+    num_prompts: Annotated[int | None, count("Requests to make.", PANEL)] = None
     input_len: Annotated[
         str | None, Option(metavar="DIST", help=f"Prompt lengths: {LENGTHS}.", rich_help_panel=PANEL)
     ] = None
@@ -51,11 +50,7 @@ class SyntheticOptions:
     ] = None
     rescale_arrivals: Annotated[
         bool | None,
-        Option(
-            "--rescale-arrivals",
-            help="Stretch the arrivals so that the mean rate is exact.",
-            rich_help_panel=PANEL,
-        ),
+        switch("--rescale-arrivals", "Stretch the arrivals so that the mean rate is exact.", PANEL),
     ] = None
     shared_prefix: Annotated[
         str | None,
@@ -65,19 +60,12 @@ class SyntheticOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    seed: Annotated[
-        int | None,
-        Option(
-            parser=whole(0), metavar="N", help="Seed of the random numbers; default 0.", rich_help_panel=PANEL
-        ),
-    ] = None
+    seed: Annotated[int | None, count("Seed of the random numbers; default 0.", PANEL, low=0)] = None
 
     def refuse_any(self, source: str) -> None:
         """Refuse options of a synthetic trace where ``source`` is another one."""
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-        if given:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
-            refuse(f"{names}: only a synthetic trace has this, but the trace is {source}")
+        if found := given(self):
+            refuse(f"{', '.join(found)}: only a synthetic trace has this, but the trace is {source}")
 
     def make(self, rate: float | None) -> Trace:
         """The trace; ``rate`` in requests/s. Raises ValueError for numbers that make none."""
@@ -116,12 +104,9 @@ class SyntheticOptions:
         if self.input_len is not None or self.output_len is not None:
             refuse("--lengths-from gives both lengths; leave out --input-len and --output-len")
         from pagedserve.traces.lengths import TraceLengths
-        from pagedserve.traces.readers import read_trace
-        from pagedserve.traces.sample_files import sample
+        from pagedserve.traces.sample_files import named_trace
 
-        if self.lengths_from.startswith("sample:"):
-            return None, None, TraceLengths(sample(self.lengths_from.removeprefix("sample:")))
-        return None, None, TraceLengths(read_trace(Path(self.lengths_from)))
+        return None, None, TraceLengths(named_trace(self.lengths_from))
 
 
 def parsed_lengths(option: str, text: str) -> LengthDist:

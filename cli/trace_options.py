@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from pagedserve.cli.errors import refuse
+from pagedserve.cli.option_kinds import choice, count, factor, switch
 from pagedserve.cli.synthetic_options import SyntheticOptions
-from pagedserve.cli.values import one_of, real, whole
+from pagedserve.cli.values import real
 
 if TYPE_CHECKING:
     from pagedserve.traces.trace import Trace
@@ -23,24 +24,45 @@ SCALE = real(0, above=True)
 SOURCE_HELP = "A trace file, sample:NAME, or synthetic (then see the options for synthetic traces)."
 
 
+Format = Annotated[
+    str | None,
+    Option(
+        help="Format of the file; detected if not given. 'pagedserve traces list' shows them.",
+        rich_help_panel=PANEL,
+    ),
+]
+IgnoreBlockIds = Annotated[bool, switch("--ignore-block-ids", "Forget which prompts share blocks.", PANEL)]
+LengthScale = Annotated[float | None, factor("Multiply prompt and output lengths by S.", PANEL)]
+
+
+def trace_source(help: str = SOURCE_HELP) -> Any:
+    """--trace, where the trace is no argument."""
+    return Option("--trace", metavar="TRACE", help=help, rich_help_panel=PANEL)
+
+
+def mean_rate(help: str) -> Any:
+    """--rate, which vLLM's client has another name for."""
+    rate = real(0, above=True, infinite=True)
+    return Option("--rate", "--request-rate", parser=rate, metavar="R", help=help, rich_help_panel=PANEL)
+
+
+def prompts_seed(panel: str | None, more: str = "") -> Any:
+    """What the token ids of a replay are drawn from; ``more``: what else there is to say of it."""
+    return count(f"Draws the prompts' tokens{more}.", panel, low=0)
+
+
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
     """How to read a trace, and the replay options in the order in which they are applied."""
 
-    format: Annotated[
-        str | None,
-        Option(
-            help="Format of the file; detected if not given. 'pagedserve traces list' shows them.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
+    format: Format = None
     on_error: Annotated[
         str | None,
-        Option(
-            parser=one_of("raise", "drop"),
-            metavar="raise|drop",
-            help="A bad row: stop there (raise, the default), or leave it out and count it (drop).",
-            rich_help_panel=PANEL,
+        choice(
+            "A bad row: stop there (raise, the default), or leave it out and count it (drop).",
+            PANEL,
+            "raise",
+            "drop",
         ),
     ] = None
     window: Annotated[
@@ -51,66 +73,29 @@ class TraceOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    first: Annotated[
-        int | None,
-        Option(parser=whole(1), metavar="N", help="Keep the first N requests.", rich_help_panel=PANEL),
-    ] = None
-    ignore_block_ids: Annotated[
-        bool, Option("--ignore-block-ids", help="Forget which prompts share blocks.", rich_help_panel=PANEL)
-    ] = False
-    length_scale: Annotated[
-        float | None,
-        Option(
-            parser=SCALE, metavar="S", help="Multiply prompt and output lengths by S.", rich_help_panel=PANEL
-        ),
-    ] = None
+    first: Annotated[int | None, count("Keep the first N requests.", PANEL)] = None
+    ignore_block_ids: IgnoreBlockIds = False
+    length_scale: LengthScale = None
     output_length_scale: Annotated[
-        float | None,
-        Option(
-            parser=SCALE,
-            metavar="S",
-            help="Multiply output lengths by S, whatever --length-scale.",
-            rich_help_panel=PANEL,
-        ),
+        float | None, factor("Multiply output lengths by S, whatever --length-scale.", PANEL)
     ] = None
-    max_prompt: Annotated[
-        int | None,
-        Option(parser=whole(1), metavar="N", help="Bound prompts to N tokens.", rich_help_panel=PANEL),
-    ] = None
-    max_total: Annotated[
-        int | None,
-        Option(
-            parser=whole(2), metavar="N", help="Bound prompt plus output to N tokens.", rich_help_panel=PANEL
-        ),
-    ] = None
+    max_prompt: Annotated[int | None, count("Bound prompts to N tokens.", PANEL)] = None
+    max_total: Annotated[int | None, count("Bound prompt plus output to N tokens.", PANEL, low=2)] = None
     over_limit: Annotated[
         str | None,
-        Option(
-            parser=one_of("clip", "drop"),
-            metavar="clip|drop",
-            help="What exceeds --max-prompt or --max-total: clip it (the default) or drop it.",
-            rich_help_panel=PANEL,
+        choice(
+            "What exceeds --max-prompt or --max-total: clip it (the default) or drop it.",
+            PANEL,
+            "clip",
+            "drop",
         ),
     ] = None
-    time_scale: Annotated[
-        float | None,
-        Option(
-            parser=SCALE,
-            metavar="S",
-            help="Multiply arrival times by S; 2 halves the rate.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
+    time_scale: Annotated[float | None, factor("Multiply arrival times by S; 2 halves the rate.", PANEL)] = (
+        None
+    )
     rate: Annotated[
         float | None,
-        Option(
-            "--rate",
-            "--request-rate",
-            parser=real(0, above=True, infinite=True),
-            metavar="R",
-            help="Scale arrival times to R requests/s on average; inf for a synthetic trace: all at once.",
-            rich_help_panel=PANEL,
-        ),
+        mean_rate("Scale arrival times to R requests/s on average; inf for a synthetic trace: all at once."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer
+from typer import Argument, Typer
 
 from pagedserve.cli.errors import OneLineGroup, as_bad_input
 from pagedserve.cli.option_groups import grouped
-from pagedserve.cli.output_options import PANEL, ResultOptions, refuse_unless_writable, replacing
+from pagedserve.cli.output_options import ResultOptions, overwriting, refuse_unless_writable, replacing
 from pagedserve.cli.screen import Screen
 from pagedserve.cli.synthetic_options import SyntheticOptions
 from pagedserve.cli.trace_options import SOURCE_HELP, TraceOptions
@@ -70,9 +70,7 @@ def convert(
     out: Annotated[Path, Argument(metavar="OUT", help="The file to write.")],
     trace_options: TraceOptions,
     synthetic: SyntheticOptions,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace OUT if it exists.", rich_help_panel=PANEL)
-    ] = False,
+    overwrite: Annotated[bool, overwriting("OUT if it exists")] = False,
 ) -> None:
     """The command; see ``CONVERT_HELP``."""
     from pagedserve.traces.readers import write_trace

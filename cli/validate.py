@@ -13,15 +13,23 @@ from typer import Option
 
 from pagedserve.cli.engine_options import EngineOptions, EnginePolicyOptions, tell
 from pagedserve.cli.errors import as_bad_input, refuse
-from pagedserve.cli.output_options import PANEL, ResultOptions, refuse_unless_folder_open, replacing
+from pagedserve.cli.option_kinds import choice, count
+from pagedserve.cli.output_options import (
+    ResultOptions,
+    out_folder,
+    refuse_unless_empty,
+    replacing,
+)
 from pagedserve.cli.policy_options import described
+from pagedserve.cli.profile import GRID_NAMES
 from pagedserve.cli.replay_options import TrafficOptions, planned_line
 from pagedserve.cli.screen import Screen
-from pagedserve.cli.values import one_of, whole
 
 if TYPE_CHECKING:
     from pagedserve.engine.engine import Engine
     from pagedserve.metrics.profile import Profile
+    from pagedserve.policy import Policy
+    from pagedserve.traces.trace import Trace
     from pagedserve.validation.validate import Validation
 
 HELP = """Predict a run, then run it: every metric live beside simulated, and every decision checked.
@@ -58,21 +66,14 @@ class MeasuringOptions:
     ] = None
     grid: Annotated[
         str | None,
-        Option(
-            parser=one_of("standard", "small"),
-            metavar="standard|small",
-            help="How many shapes are measured without --profile; the default is standard.",
-            rich_help_panel=MEASURING_PANEL,
+        choice(
+            "How many shapes are measured without --profile; the default is standard.",
+            MEASURING_PANEL,
+            *GRID_NAMES,
         ),
     ] = None
     repeats: Annotated[
-        int,
-        Option(
-            parser=whole(1),
-            metavar="N",
-            help="Live runs; medians are compared, and their spread is shown.",
-            rich_help_panel=MEASURING_PANEL,
-        ),
+        int, count("Live runs; medians are compared, and their spread is shown.", MEASURING_PANEL)
     ] = 1
 
     def __post_init__(self) -> None:
@@ -92,22 +93,13 @@ class OutOption:
 
     out: Annotated[
         Path | None,
-        Option(
-            metavar="DIR",
-            help=f"Save the records, the profile, {', '.join(PICTURES)} and validation.json in DIR.",
-            rich_help_panel=PANEL,
-        ),
+        out_folder(f"Save the records, the profile, {', '.join(PICTURES)} and validation.json in DIR."),
     ] = None
 
     def check(self, overwrite: bool) -> None:
         """Refuse a folder that cannot be made or holds something."""
-        if self.out is None:
-            return
-        refuse_unless_folder_open(self.out.parent, makes_folders=True)
-        if self.out.exists() and not self.out.is_dir():
-            refuse(f"{self.out}: a file has this name; choose another --out")
-        if self.out.is_dir() and any(self.out.iterdir()) and not overwrite:
-            refuse(f"{self.out}: not empty; choose another --out, or replace what is there with --overwrite")
+        if self.out is not None:
+            refuse_unless_empty(self.out, overwrite)
 
 
 def validate(
@@ -119,13 +111,6 @@ def validate(
     results: ResultOptions,
 ) -> None:
     """The command; see ``HELP``."""
-    from pagedserve.engine.profile_grid import GRIDS
-    from pagedserve.simulator.measured import MeasuredCost
-    from pagedserve.validation.planning import Setting
-    from pagedserve.validation.profiles import check_profile
-    from pagedserve.validation.validate import LiveBench
-    from pagedserve.validation.validate import validate as run_validation
-
     results.check(writes_more=saving.out is not None)
     with as_bad_input():
         engine_options.check()
@@ -136,29 +121,16 @@ def validate(
     screen = Screen(results.is_quiet)
     with as_bad_input():
         tell([f"loading {engine_options.model}"], results.is_quiet)
-        llm = engine_options.start(spec, policy_options.overlap_depth, is_quiet=results.is_quiet)
+        llm = engine_options.start(
+            spec, policy_options.overlap_depth, host=policy_options.host, is_quiet=results.is_quiet
+        )
     try:
         screen.lines([*llm.decisions, f"policy {label}: {described(spec)}", *trace.report.lines()])
         if profile is None:
-            with as_bad_input():
-                GRIDS[measuring.grid or "standard"].fitting(llm.engine.limits)
-            profile = measured(llm.engine, engine_options.model, measuring.grid or "standard", screen)
-        with as_bad_input():
-            check_profile(profile, llm.engine)
-            limits = llm.engine.limits
-            setting = Setting(spec, limits, policy_options.overlap_depth, traffic_options.max_tokens)
-            traffic = traffic_options.planned(trace, setting, MeasuredCost(profile))
-        screen.lines([planned_line(traffic)])
-        with ProgressBars(screen) as progress:
-            found = run_validation(
-                LiveBench(llm.engine),
-                traffic,
-                setting,
-                profile,
-                repeats=measuring.repeats,
-                seed=traffic_options.seed,
-                progress=progress,
+            profile = _measured_here(
+                llm.engine, engine_options.model, measuring.grid or GRID_NAMES[0], screen
             )
+        found = _validated(llm.engine, spec, trace, profile, traffic_options, measuring.repeats, screen)
     finally:
         llm.close()
     show(found, screen)
@@ -166,6 +138,43 @@ def validate(
         with as_bad_input():
             screen.lines(save(found, profile, saving.out, results.overwrite))
     results.write({**found.as_dict(), "out": None if saving.out is None else str(saving.out)})
+
+
+def _measured_here(engine: Engine, model_name: str, grid: str, screen: Screen) -> Profile:
+    """As `measured`; refuses limits that no point of the grid fits."""
+    from pagedserve.engine.profile_grid import GRIDS
+
+    with as_bad_input():
+        GRIDS[grid].fitting(engine.limits)
+    return measured(engine, model_name, grid, screen)
+
+
+def _validated(
+    engine: Engine,
+    spec: Policy,
+    trace: Trace,
+    profile: Profile,
+    asked: TrafficOptions,
+    repeats: int,
+    screen: Screen,
+) -> Validation:
+    """Plan the traffic with the profile, then simulate it and run it live."""
+    from pagedserve.simulator.cost import check_priced
+    from pagedserve.simulator.measured import MeasuredCost
+    from pagedserve.validation.planning import Setting
+    from pagedserve.validation.profiles import check_profile
+    from pagedserve.validation.validate import LiveBench, validate
+
+    with as_bad_input():
+        check_profile(profile, engine)
+        cost = MeasuredCost(profile)
+        check_priced(cost, spec, engine.limits)
+        setting = Setting(spec, engine.limits, engine.scheduler.overlap_depth, asked.max_tokens)
+        traffic = asked.planned(trace, setting, cost)
+    screen.lines([planned_line(traffic)])
+    bench = LiveBench(engine)
+    with ProgressBars(screen) as progress:
+        return validate(bench, traffic, setting, profile, repeats=repeats, seed=asked.seed, progress=progress)
 
 
 def measured(engine: Engine, model_name: str, grid: str, screen: Screen, repeats: int = 5) -> Profile:

@@ -44,8 +44,8 @@ class AsyncEngine:
 
     Use it as a context manager, or call ``close``. The event loop never waits for the device, nor for the
     tokeniser: prompts are taken in by worker threads, deltas come back through ``call_soon_threadsafe``. An
-    error in the thread ends all streams with `EngineDead`. A policy that leaves requests waiting while nothing
-    runs is warned of once, in the log: what is handed in later may change its mind.
+    error in the thread is logged, and ends all streams with `EngineDead`. A policy that leaves requests waiting
+    while nothing runs is warned of once, in the log: what is handed in later may change its mind.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -190,6 +190,7 @@ class AsyncEngine:
             while self.engine.is_ready:
                 self._step()
         except BaseException as error:
+            logger.error("the engine has stopped", exc_info=error)
             with self._woken:
                 self._error = error
                 streams = list(self._streams)

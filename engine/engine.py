@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic
 
 from pagedserve.engine.intake import Intake, RequestOptions, Vocabulary
@@ -59,7 +60,7 @@ class Engine(Generic[AnyRunner]):
         self.limits = limits
         self.scheduler = Scheduler(policy, limits, overlap_depth)
         self.runner = model.make_runner(
-            limits,
+            limits if policy.can_swap else replace(limits, num_cpu_blocks=0),  # no memory for nothing
             vocabulary,
             overlaps=overlap_depth > 0,
             caches_prefixes=policy.enable_prefix_caching,

@@ -4,6 +4,10 @@ A decode step of a small model is hundreds of kernels of microseconds each; laun
 than the device. A graph is recorded once, on buffers that stay, and launched as one (as vLLM and nano-vllm do).
 Padding rows are inert: their slot is -1, so that nothing is written, and they read one position of the block that
 is always zero.
+
+The buffers may be filled while the step before is replayed: everything of a step, the copies into them, the replay,
+the sampling of its logits and the copies of what was sampled, is put in line on one stream by one thread, so that the
+next step's copies come after all of it. What outlives a step (tokens, peaks, logprobs) is in tensors of its own.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from pagedserve.policy import StepPlan
 
@@ -13,8 +12,7 @@ def sampled_by(plan: StepPlan) -> tuple[int, ...]:
     return (*(chunk.request for chunk in plan.chunks if chunk.samples), *plan.decodes)
 
 
-def last_rows_of(plan: StepPlan) -> torch.Tensor:
-    """int64 [R]: for each of those, the row of its last token among the step's tokens."""
-    lengths = [chunk.num_tokens for chunk in plan.chunks] + [1] * len(plan.decodes)
+def sampling_sequences(plan: StepPlan) -> np.ndarray:
+    """int64 [R]: for each of those, its place among the step's sequences, which are its chunks and decodes."""
     samples = [chunk.samples for chunk in plan.chunks] + [True] * len(plan.decodes)
-    return torch.from_numpy((np.cumsum(lengths) - 1)[np.flatnonzero(np.array(samples))])
+    return np.flatnonzero(np.array(samples))

@@ -13,23 +13,19 @@ from typing import Any
 from pagedserve.engine.detokenize import TokenPieces
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.graphs import make_graphs
+from pagedserve.engine.host_memory import HostMemory
 from pagedserve.engine.intake import Vocabulary
 from pagedserve.engine.interrupts import InterruptsState
-from pagedserve.engine.kv_memory import (
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    block_bytes_of,
-    check_num_blocks,
-    default_num_blocks,
-    measure_device,
-)
+from pagedserve.engine.kv_calibration import calibrate, check_asked
+from pagedserve.engine.kv_memory import block_bytes_of, plan_num_blocks
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.files import ModelFiles
 from pagedserve.engine.model.load import LoadedModel, load_model
-from pagedserve.engine.model.model import Model
 from pagedserve.engine.model.tokenizer import eos_token_ids, load_tokenizer
 from pagedserve.engine.outputs import Completion, CompletionState
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.runner import ModelRunner
+from pagedserve.engine.swapping import planned_cpu_blocks
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import IllegalPlan, Limits, Policy
 from pagedserve.policy import policy as policy_preset
@@ -47,10 +43,12 @@ class LLM:
     ``model``: a directory of safetensors, a GGUF file, a hub repository, or the alias ``smollm2-135m``.
     ``policy``: a preset's name or a `Policy`, also one written in a notebook cell. ``num_blocks`` None: on a CPU
     what all sequences could use, at most 1 GiB and a third of the memory that is free; on a GPU what weights and
-    a step leave of ``gpu_memory_utilization``, its share that is taken (0.9). ``tensor_parallel_size``: processes
-    that share the model, each on a GPU of its own, or all on the CPU. ``enforce_eager``: no CUDA graphs.
-    ``record`` False keeps no record, which otherwise grows with every step. ``decisions`` says in words what was
-    chosen for you.
+    a step leave of ``gpu_memory_utilization``, its share that is taken (0.9). ``num_cpu_blocks``: KV blocks in host
+    memory for a policy that swaps, or ``swap_space`` in GiB on each rank. ``tensor_parallel_size``: processes
+    that share the model, each on a GPU of its own, or all on the CPU. ``calculate_kv_scales``: measure the scales of
+    a cache in fp8 that the checkpoint lacks (`kv_calibration`), which are 1 otherwise. ``enforce_eager``: no CUDA
+    graphs. ``record`` False keeps no record, which otherwise grows with every step. ``decisions`` says in words what
+    was chosen for you.
     """
 
     def __init__(
@@ -62,12 +60,15 @@ class LLM:
         device: str = "cpu",
         attention: str = "auto",
         kv_cache_dtype: str = "auto",
+        calculate_kv_scales: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         block_size: int = 16,
         num_blocks: int | None = None,
         max_num_queued_reqs: int | None = None,
+        num_cpu_blocks: int | None = None,
+        swap_space: float | None = None,
         overlap_depth: int = 0,
         seed: int | None = None,
         progress: bool = True,
@@ -77,6 +78,10 @@ class LLM:
         enforce_eager: bool = False,
     ) -> None:
         spec = policy if isinstance(policy, Policy) else policy_preset(policy)
+        host = HostMemory(num_cpu_blocks, swap_space)
+        host.check(spec)
+        if calculate_kv_scales and not isinstance(model, LoadedModel):
+            check_asked(kv_cache_dtype == "fp8")
         how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
         how |= {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
         loaded = _loaded(model, tensor_parallel_size, progress, **how)
@@ -91,27 +96,25 @@ class LLM:
             block_size=block_size,
             max_num_queued_reqs=max_num_queued_reqs,
         )
-        num_blocks, why = _num_blocks(self.model, limits, num_blocks, gpu_memory_utilization)
+        vocabulary = vocabulary_of(loaded, self.tokenizer)
+        if calculate_kv_scales:
+            calibrate(self.model, vocabulary.encode, vocabulary.size, max_model_len)
+        num_host_blocks = host.num_blocks(block_bytes_of(self.model, block_size))
+        sizes = (num_blocks, gpu_memory_utilization, num_host_blocks)
+        num_blocks, why = plan_num_blocks(self.model, limits, *sizes, has_graphs=not enforce_eager)
         limits = replace(limits, num_blocks=num_blocks)
+        limits = replace(limits, num_cpu_blocks=planned_cpu_blocks(self.model, limits, host))
         self.engine = Engine(
             self.model,
-            vocabulary_of(loaded, self.tokenizer),
+            vocabulary,
             spec,
             limits,
             overlap_depth=overlap_depth,
             seed=seed,
             record=record,
         )
-        kv_mib = self.engine.runner.kv.num_bytes / (1 << 20)
-        in_fp8 = " in fp8" if kv_cache_dtype == "fp8" else ""
         graphs = _record_graphs(self.engine, enforce_eager, progress)
-        self.decisions = (
-            f"{str(self.model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
-            f"attention {self.model.attention.name} on {self.model.device}{_over(self.model.ranks.size)}",
-            f"{num_blocks} KV blocks of {block_size} tokens{in_fp8}, {kv_mib:.0f} MiB{why}",
-            f"max_model_len {max_model_len}",
-            *graphs,
-        )
+        self.decisions = (*_decisions(loaded, self.engine, why), *graphs)
 
     def generate(
         self,
@@ -204,26 +207,6 @@ def _loaded(
     return load_sharded(model, tensor_parallel_size, **how, progress=progress)
 
 
-def _num_blocks(
-    model: Model, limits: Limits, asked: int | None, utilization: float | None
-) -> tuple[int, str]:
-    """KV blocks, as asked for or as many as are good, and where the number comes from."""
-    if utilization is not None and (model.device.type != "cuda" or asked is not None):
-        beside = "num_blocks, which says the number" if asked is not None else f"device {model.device}"
-        raise ValueError(f"gpu_memory_utilization is {utilization:g} beside {beside}: leave one of them out")
-    if asked is not None:
-        check_num_blocks(model, asked, limits.block_size)
-        return asked, ""
-    if model.device.type != "cuda":
-        sizes = (limits.max_model_len, limits.max_num_seqs, limits.block_size)
-        return default_num_blocks(model, *sizes), ""
-    share = DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization
-    memory = measure_device(model, limits)
-    needed = -(-limits.max_model_len // limits.block_size)
-    block_bytes = block_bytes_of(model, limits.block_size)
-    return memory.num_blocks(share, block_bytes, needed), f": {share:g} of {memory}"
-
-
 def _record_graphs(engine: Engine[ModelRunner], enforce_eager: bool, progress: bool) -> tuple[str, ...]:
     """Record decode steps where the device can; what was done, in words. ValueError if it could not anyway."""
     runner, limits = engine.runner, engine.limits
@@ -285,6 +268,28 @@ def progress_bar(count: int, words: str = "generating") -> Iterator[Callable[[in
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(words, total=count)
         yield lambda num_left: bar.update(task, completed=count - num_left)
+
+
+def _decisions(loaded: LoadedModel, engine: Engine[ModelRunner], why: str) -> tuple[str, ...]:
+    """What was chosen, in words; ``why``: so many KV blocks."""
+    model, limits, kv_mib = loaded.model, engine.limits, engine.runner.kv.num_bytes / (1 << 20)
+    in_fp8 = f" in fp8, scales {model.kv_scales}" if model.has_byte_cache else ""
+    because = f": {why}" if why else ""
+    return (
+        f"{str(model.dtype).removeprefix('torch.')}: {loaded.dtype_choice.reason}",
+        f"attention {model.attention.name} on {model.device}{_over(model.ranks.size)}",
+        f"{limits.num_blocks} KV blocks of {limits.block_size} tokens{in_fp8}, {kv_mib:.0f} MiB{because}",
+        *_host_says(engine),
+        f"max_model_len {limits.max_model_len}",
+    )
+
+
+def _host_says(engine: Engine[ModelRunner]) -> tuple[str, ...]:
+    """The memory for swapping, if there is any."""
+    host = engine.runner.kv.host
+    if host is None:
+        return ()
+    return (f"{host.num_blocks} KV blocks in host memory, {host.num_bytes / (1 << 20):.0f} MiB a rank",)
 
 
 def _over(num_ranks: int) -> str:

@@ -14,6 +14,10 @@ from pagedserve.policy import Finished, Outcome, Request, RequestRefused, Reques
 class Runner(Protocol):
     """Executes plans in the order given."""
 
+    def can_launch_ahead(self, plan: StepPlan) -> bool:
+        """Whether this plan, the next to be launched, can be while the step before has not been waited for."""
+        ...
+
     def launch(self, plan: StepPlan) -> None:
         """Start a step; may return before it is done."""
         ...
@@ -24,7 +28,12 @@ class Runner(Protocol):
 
 
 class LoopObserver(Protocol):
-    """What the loop tells of its verbs, each right after it, with the same ``now_ns``; a `Recorder` is one."""
+    """What the loop tells of its verbs, each right after it, with the same ``now_ns``; a `Recorder` is one.
+
+    ``launched`` tells when the device may have begun the step: when it was handed over, or, if the one before was
+    still in flight then, when that was committed. So a device has one step at a time, a step's time is that
+    from ``launched`` to ``committed``, and what lies between two steps is the host's.
+    """
 
     def added(self, state: RequestState, due_ns: int, now_ns: int) -> None: ...
     def refused(self, request: Request, due_ns: int, now_ns: int, error: str) -> None: ...
@@ -47,6 +56,9 @@ class NoRecorder:
 
 class EngineLoop:
     """Intake, schedule, launch, wait, commit, at overlap depth 0 or 1.
+
+    At depth 1 a step is scheduled while the one before runs, and launched before that is waited for if the
+    runner can do so, behind its commit otherwise. The order of the scheduler's verbs is the same either way.
 
     ``add`` and ``abort`` may be called from any thread; they take effect at the next `step`, in the order in
     which they were called. All times come from ``clock`` (monotonic ns), made strictly increasing, so that the
@@ -126,15 +138,17 @@ class EngineLoop:
         elif not self._blocked:
             plan = self._schedule()
         if self._in_flight:
+            if plan is not None and self._runner.can_launch_ahead(plan):
+                self._launch(plan)
+                plan = None
             self._commit()
         elif plan is None:
             # Asking again would give the same answer until something changes.
             self._blocked = True
             return False
         if plan is not None:
-            self._runner.launch(plan)
+            self._launch(plan)
             self.recorder.launched(self.now_ns())
-            self._in_flight.append(plan)
             if self.scheduler.overlap_depth == 0:
                 self._commit()
         return True
@@ -172,6 +186,10 @@ class EngineLoop:
         self.wake_ns = plan.wake_ns
         return plan if plan else None
 
+    def _launch(self, plan: StepPlan) -> None:
+        self._runner.launch(plan)
+        self._in_flight.append(plan)
+
     def _commit(self) -> None:
         plan = self._in_flight.popleft()
         outcomes = self._runner.wait()
@@ -179,4 +197,6 @@ class EngineLoop:
         assert plan.step is not None
         finished = self.scheduler.commit(plan.step, outcomes, now_ns)
         self.recorder.committed(plan.step, outcomes, finished, now_ns)
+        if self._in_flight:
+            self.recorder.launched(now_ns)  # the step handed over meanwhile is the device's next
         self.on_commit(finished)

@@ -55,9 +55,11 @@ _LIMITS = {
     "min_tokens": _Limits(0, MAX_TOKENS, "use 0 to switch it off"),
 }
 _OPTIONAL_LIMITS = {
-    "seed": _Limits(*SEED_RANGE, "give a signed 64-bit seed, or None to have one drawn"),
-    "logprobs": _Limits(0, MAX_TOKENS, "use None for no logprobs and 0 for the sampled token's alone"),
-    "prompt_logprobs": _Limits(0, MAX_TOKENS, "use None for no logprobs and 0 for the prompt tokens' alone"),
+    "seed": _Limits(*SEED_RANGE, "give a signed 64-bit seed, or none to have one drawn"),
+    "logprobs": _Limits(0, MAX_TOKENS, "leave it out for no logprobs; 0 gives the sampled token's alone"),
+    "prompt_logprobs": _Limits(
+        0, MAX_TOKENS, "leave it out for no logprobs; 0 gives the prompt tokens' alone"
+    ),
 }
 _BIAS = _Limits(-MAX_BIAS, MAX_BIAS, "-100 keeps a token out and 100 all others", whole=False)
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
@@ -131,7 +133,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ValueError(
-                    "allowed_token_ids is empty, so that no token can be chosen: name some, or use None"
+                    "allowed_token_ids is empty, so that no token can be chosen: name some, or leave it out"
                 )
             _check_whole("allowed_token_ids", self.allowed_token_ids)
         wanted = self.structured_outputs

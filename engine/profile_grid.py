@@ -52,7 +52,8 @@ class Grid:
     A skewed batch has the same total context, half of it, or as much as the model's length allows, in one
     sequence. Mixed steps combine each of ``mixed_chunks`` with each decode batch at the middle context.
     Every length is also measured without sampling, and ``split_chunks`` as that many chunks of
-    ``SPLIT_TOKENS`` in one step: what the head and a further chunk cost.
+    ``SPLIT_TOKENS`` in one step: what the head and a further chunk cost. ``swap_blocks`` KV blocks are copied to
+    host memory and back.
     """
 
     chunk_tokens: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512)
@@ -62,6 +63,7 @@ class Grid:
     mixed_chunks: tuple[int, ...] = (16, 64, 256)
     split_chunks: tuple[int, ...] = (2, 4, 8)
     host_rows: tuple[int, ...] = (1, 8, 32, 64)
+    swap_blocks: tuple[int, ...] = (1, 4, 16, 64, 256)
 
     @property
     def middle_context(self) -> int:
@@ -112,7 +114,9 @@ class Grid:
 
 GRIDS = {
     "standard": Grid(),
-    "small": Grid((1, 16, 64, 256, 512), (0, 512), (1, 4, 16, 32), (16, 512), (64,), (4,), (1, 8)),
+    "small": Grid(
+        (1, 16, 64, 256, 512), (0, 512), (1, 4, 16, 32), (16, 512), (64,), (4,), (1, 8), (1, 16, 64)
+    ),
 }
 """Grids by name: the standard one for validation, a small one to try things out."""
 

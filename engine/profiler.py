@@ -29,7 +29,8 @@ from pagedserve.engine.profile_grid import GRIDS, HOST_PROMPT, HOST_STEPS, Grid,
 from pagedserve.engine.runner import ModelRunner
 from pagedserve.engine.sequences import SequenceState
 from pagedserve.engine.stops import TokenStops
-from pagedserve.metrics.profile import HostPoint, Profile, StepPoint
+from pagedserve.engine.swap_bench import SwapBench
+from pagedserve.metrics.profile import HostPoint, Profile, StepPoint, SwapPoint
 from pagedserve.policy import Limits, PrefillChunk, Request, StepPlan, policy
 
 Measure = Callable[[], list[int]]
@@ -113,10 +114,15 @@ def profile_engine(
     """Measure a grid on an engine's model and limits; ``progress(done, total)`` is called after each step.
 
     The engine must be idle; its KV cache is used for the measurement. What does not fit its limits is left
-    out. ValueError if nothing fits (`Grid.fitting`), or if the engine is busy.
+    out. ValueError if nothing fits (`Grid.fitting`), if the engine is busy or has several ranks.
     """
     if engine.has_work:
         raise ValueError(f"the engine has {engine.num_live} live requests; profile an idle engine")
+    if engine.runner.model.ranks.size > 1:
+        raise ValueError(
+            f"tensor_parallel_size is {engine.runner.model.ranks.size}; a profile is measured on one rank: leave it "
+            "out"
+        )
     if num_repeats < 1:
         raise ValueError(f"num_repeats is {num_repeats}; it must be at least 1")
     grid, limits, runner = grid or GRIDS["standard"], engine.limits, engine.runner
@@ -126,14 +132,9 @@ def profile_engine(
     bench = StepBench(own, engine.vocabulary, limits)
     measures: list[Measure] = [lambda point=point: [bench.measure(point)] for point in points]
     measures += [lambda n=n: _host_gaps(engine, n) for n in rows]
+    swaps = SwapBench(runner.kv, grid.swap_blocks)
+    measures += [lambda case=case: [swaps.measure(*case)] for case in swaps.cases]
     times = _interleaved(measures, num_repeats, seed, progress)
-    steps = tuple(
-        StepPoint(point.kind, point.shape, *quantiles(spent), len(spent))
-        for point, spent in zip(points, times, strict=False)
-    )
-    host = tuple(
-        HostPoint(n, *quantiles(gaps), len(gaps)) for n, gaps in zip(rows, times[len(points) :], strict=True)
-    )
     provenance = {
         "model": model_name,
         **provenance_of(engine),
@@ -142,7 +143,18 @@ def profile_engine(
         "seed": seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return Profile(provenance, steps, host)
+    left = iter(times)
+    return Profile(
+        provenance,
+        tuple(StepPoint(p.kind, p.shape, *_told(spent)) for p, spent in zip(points, left, strict=False)),
+        tuple(HostPoint(n, *_told(gaps)) for n, gaps in zip(rows, left, strict=False)),
+        tuple(SwapPoint(*case, *_told(spent)) for case, spent in zip(swaps.cases, left, strict=True)),
+    )
+
+
+def _told(spent: Sequence[int]) -> tuple[int, int, int, int]:
+    """The quantiles of a measurement's times, and how many there are."""
+    return *quantiles(spent), len(spent)
 
 
 def _interleaved(

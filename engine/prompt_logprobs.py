@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from pagedserve.engine.sampling.logprobs import PositionLogprobs, gather_logprobs
+from pagedserve.engine.packing import send
+from pagedserve.engine.sampling.logprobs import LogprobBatch, PositionLogprobs, gather_logprobs
 from pagedserve.policy import StepPlan
 
 if TYPE_CHECKING:
@@ -33,15 +34,23 @@ class PromptRows:
     targets: tuple[int, ...]
     num_top: int
 
-    def logprobs(self, model: Model, hidden: Tensor, vocab_size: int) -> list[PositionLogprobs]:
-        """One entry for each target, from the step's hidden states [T, D]."""
-        found: list[PositionLogprobs] = []
-        for part in self.parts():
-            targets = self.targets[part.start - self.first : part.stop - self.first]
-            logits = model.logits(hidden[part])[:, :vocab_size]
-            ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-            found += gather_logprobs(logits, ids, self.num_top).positions([self.num_top] * len(targets))
-        return found
+    def logprobs(self, model: Model, hidden: Tensor, vocab_size: int) -> LogprobBatch:
+        """Of all targets, from the step's hidden states [T, D], on their device."""
+        (ids,) = send([np.array(self.targets, dtype=np.int64)], hidden.device)
+        return LogprobBatch.joined(
+            [
+                gather_logprobs(
+                    model.logits(hidden[part])[:, :vocab_size],
+                    ids[part.start - self.first : part.stop - self.first],
+                    self.num_top,
+                )
+                for part in self.parts()
+            ]
+        )
+
+    def positions(self, batch: LogprobBatch) -> list[PositionLogprobs]:
+        """One entry for each target, from what `logprobs` gave, on the host."""
+        return batch.positions([self.num_top] * len(self.targets))
 
     def parts(self) -> Iterator[slice]:
         """The rows of hidden states, in groups whose logits are made one after the other."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pagedserve.kernels.kv_cache import KVCache
+from pagedserve.kernels.kv_cache import UNSCALED, KVCache, Scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,13 @@ class AttentionBackend(Protocol):
         """Work out what all layers share (indices, masks, launch sizes); its result goes to ``attend``."""
         ...
 
-    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: Any) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: torch.Tensor, plan: Any, scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] in ``query``'s dtype, for ``query`` of that shape.
 
-        ``layer`` is ``cache.layer(i)``: [num_blocks + 1, 2, num_kv_heads, block_size, head_dim].
+        ``layer`` is ``cache.layer(i)``: [num_blocks + 1, 2, num_kv_heads, block_size, head_dim]; ``scales`` is
+        ``cache.scales[i]``, other than 1 only in a cache of bytes, which not every backend reads.
         """
         ...
 

@@ -25,7 +25,7 @@ from pagedserve.kernels.attention_cpu_plan import (
     QueryTile,
     make_plan,
 )
-from pagedserve.kernels.kv_cache import KVCache
+from pagedserve.kernels.kv_cache import UNSCALED, KVCache, Scales
 
 _SCORES_AT_ONCE = 1 << 19
 """Scores of a prefill tile group: about two megabytes in float32, which stays in the outer cache."""
@@ -59,8 +59,11 @@ class CpuAttention:
             self._scratch = torch.empty(size, dtype=cache.data.dtype)
         return plan
 
-    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: torch.Tensor, plan: CpuPlan, scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for ``query`` of that shape."""
+        assert scales == UNSCALED, f"scales {scales} for a cache of {layer.dtype}"
         spec = self.spec
         out = torch.empty(query.shape, dtype=query.dtype)
         grouped = query.view(query.shape[0], spec.num_kv_heads, spec.group, spec.head_dim)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedserve.kernels.attention import AttentionSpec, PagedBatch
-from pagedserve.kernels.kv_cache import KVCache
+from pagedserve.kernels.kv_cache import UNSCALED, KVCache, Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,11 @@ class ReferenceAttention:
                 queries.append(_Query(token, torch.stack((blocks, seen % cache.block_size), dim=1)))
         return queries
 
-    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: list[_Query]) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: torch.Tensor, plan: list[_Query], scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for ``query`` of that shape."""
+        assert scales == UNSCALED, f"scales {scales} for a cache of {layer.dtype}"
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for item in plan:
             out[item.token] = self._attend_one(query[item.token], layer, item.slots)

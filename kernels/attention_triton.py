@@ -10,13 +10,12 @@ cache that it reads, wants few rows and perhaps splits; a chunk is bound by prod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagedserve.kernels.attention import AttentionSpec, PagedBatch
-from pagedserve.kernels.kv_cache import KVCache
+from pagedserve.kernels.kv_cache import UNSCALED, KVCache, Scales
 from pagedserve.kernels.launching import check_can_launch, is_interpreted, next_power_of_two, num_processors
 from pagedserve.kernels.paged_attention import merge_splits_kernel, paged_attention_kernel
 
@@ -101,7 +100,8 @@ def choose_shape(
         rows = max(INVARIANT_ROWS, next_power_of_two(spec.group))
         is_short = max_query_len <= SHORT_CHUNK
         splits = -(-max_len // INVARIANT_SPLIT) if is_short else 1
-        return Shape(rows, rows // spec.group, tile, splits, INVARIANT_SPLIT, 8, 2)
+        # Two stages of tiles of 32 spill on sm_100, three do not.
+        return Shape(rows, rows // spec.group, tile, splits, INVARIANT_SPLIT, 8, 3 if wide <= 256 else 2)
     if max_query_len <= SHORT_CHUNK:
         rows = max(MIN_ROWS, next_power_of_two(spec.group))
         most = max(1, min(MAX_SPLITS, max_len // (tile * MIN_SPLIT_TILES)))
@@ -171,14 +171,16 @@ class TritonAttention:
             stats = torch.empty((*sizes, 2), dtype=torch.float32, device=cache.data.device)
         return Launch(first, last, begin, end, shape, partial, stats)
 
-    def attend(self, query: torch.Tensor, layer: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: torch.Tensor, plan: TritonPlan, scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for ``query`` of that shape; heads of a token must lie together."""
         spec = self.spec
         assert query.stride(2) == 1, f"query has strides {query.stride()}"
         assert query.stride(1) == spec.head_dim, f"query has strides {query.stride()}"
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for launch in plan.launches:
-            attend_part(query, layer, out, plan.batch, launch, spec)
+            attend_part(query, layer, out, plan.batch, launch, spec, scales)
         return out
 
 
@@ -189,7 +191,7 @@ def attend_part(
     batch: PagedBatch,
     launch: Launch,
     spec: AttentionSpec,
-    scales: Sequence[float] = (1.0, 1.0),
+    scales: Scales = UNSCALED,
 ) -> None:
     """Write ``out`` [T, H, D] for the tokens of one launch. scales: of keys and of values, for a cache of bytes."""
     shape, head_dim = launch.shape, spec.head_dim
@@ -232,7 +234,7 @@ def attend_part(
         HAS_CAP=spec.soft_cap is not None,
         IS_FP8=layer.dtype == torch.uint8,
         PRECISION="ieee",
-        WIDENS=is_interpreted(),
+        INTERPRETED=is_interpreted(),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

@@ -24,6 +24,7 @@ class BuildCase:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 3
+    max_registers: int | None = None
 
     @property
     def aligned(self) -> list[str]:
@@ -115,7 +116,7 @@ def _attention_case(name: str, model: ModelShape, shape: Shape, is_fp8: bool = F
         "HAS_CAP": False,
         "IS_FP8": is_fp8,
         "PRECISION": "ieee",
-        "WIDENS": False,
+        "INTERPRETED": False,
     }
     signature = _signature(paged_attention_kernel, layer_ptr="*u8" if is_fp8 else "*bf16", **types)
     return BuildCase(
@@ -187,7 +188,15 @@ def _sampling(model: ModelShape) -> Iterator[BuildCase]:
     types |= dict.fromkeys(("tokens_ptr", "top_k_ptr", "words_ptr"), "*i64")
     signature = _signature(kernel, weights_ptr="*fp32", top_p_ptr="*fp64", **types)
     constants = {**chunks, "PADDED_CHUNKS": next_power_of_two(count)}
-    yield BuildCase("random choice", model.name, kernel, signature, constants, sampling.CHOOSE_WARPS)
+    yield BuildCase(
+        "random choice",
+        model.name,
+        kernel,
+        signature,
+        constants,
+        sampling.CHOOSE_WARPS,
+        max_registers=sampling.CHOOSE_REGISTERS,
+    )
     kernel = philox.noise_words_kernel
     names = ("words_ptr", "seeds_ptr", "positions_ptr", "sample_indices_ptr")
     signature = _signature(kernel, **dict.fromkeys(names, "*i64"))

@@ -6,7 +6,18 @@ load. On a CPU, gathering blocks in this layout was measured 1.0 to 1.3 times as
 One block more than asked for is kept at the end and never handed out: it stays zero, and pads.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from pagedserve.kernels.host_cache import HostCache
+
+Scales = tuple[float, float]
+"""What keys and values were divided by, in a cache of bytes."""
+UNSCALED: Scales = (1.0, 1.0)
 
 
 class KVCache:
@@ -16,7 +27,16 @@ class KVCache:
     Raises ``ValueError`` for a size below 1.
     """
 
-    __slots__ = ("block_size", "data", "head_dim", "num_blocks", "num_kv_heads", "num_layers")
+    __slots__ = (
+        "block_size",
+        "data",
+        "head_dim",
+        "host",
+        "num_blocks",
+        "num_kv_heads",
+        "num_layers",
+        "scales",
+    )
 
     def __init__(
         self,
@@ -27,7 +47,9 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        scales: tuple[Scales, ...] | None = None,
     ) -> None:
+        """``scales``: by layer, for bytes; None: `UNSCALED`."""
         for name, size in (
             ("num_layers", num_layers),
             ("num_blocks", num_blocks),
@@ -37,8 +59,11 @@ class KVCache:
                 raise ValueError(f"KV cache: {name} is {size}, it must be at least 1")
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.scales = scales or (UNSCALED,) * num_layers
+        assert len(self.scales) == num_layers, f"{len(self.scales)} pairs of scales for {num_layers} layers"
         shape = (num_layers, num_blocks + 1, 2, num_kv_heads, block_size, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.host: HostCache | None = None
 
     @property
     def zero_block(self) -> int:

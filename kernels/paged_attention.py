@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from pagedserve.kernels.fp8 import e4m3_to_float
+from pagedserve.kernels.interpreted import loop_bound, product
 
 
 @triton.jit
@@ -39,15 +40,6 @@ def _find_sequence(starts_ptr, program, num_sequences, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low
-
-
-@triton.jit
-def _product(left, right, PRECISION: tl.constexpr, WIDENS: tl.constexpr):
-    """The matrix product in float32; WIDENS for the interpreter, whose own product knows no bfloat16."""
-    if WIDENS:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
@@ -81,7 +73,7 @@ def _attend_tile(
     HAS_CAP: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDENS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """One tile's scores and values, taken into the running maximum [M], sum [M] and mix [M, D]."""
     dims = tl.arange(0, PADDED_DIM)
@@ -107,7 +99,7 @@ def _attend_tile(
     if IS_FP8:
         keys = e4m3_to_float(keys).to(query.dtype)
         values = e4m3_to_float(values).to(query.dtype)
-    scores = _product(query, keys, PRECISION, WIDENS) * exponent
+    scores = product(query, keys, PRECISION, INTERPRETED) * exponent
     if HAS_CAP:
         scores = cap * _tanh(scores / cap) * cap_factor
     seen = row_valid[:, None] & (position[None, :] <= row_position[:, None]) & written[None, :]
@@ -119,7 +111,7 @@ def _attend_tile(
     weights = tl.exp2(scores - base[:, None])
     factor = tl.exp2(peak - base)
     total = total * factor + tl.sum(weights, 1)
-    mixed = mixed * factor[:, None] + _product(weights.to(values.dtype), values, PRECISION, WIDENS)
+    mixed = mixed * factor[:, None] + product(weights.to(values.dtype), values, PRECISION, INTERPRETED)
     return higher, total, mixed
 
 
@@ -170,7 +162,7 @@ def paged_attention_kernel(
     HAS_CAP: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDENS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Grid (programs, KV heads, NUM_SPLITS), programs = T // BLOCK_Q + S at most.
 
@@ -217,17 +209,18 @@ def paged_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     if SPLIT > 0 and NUM_SPLITS == 1:
-        for part in range(low * TILE // SPLIT, tl.cdiv(end, SPLIT)):
+        first_part = low * TILE // SPLIT
+        for part in range(loop_bound(first_part, INTERPRETED), loop_bound(tl.cdiv(end, SPLIT), INTERPRETED)):
             own_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
             own_total = tl.zeros([BLOCK_M], tl.float32)
             own_mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            for tile in range(
-                tl.maximum(low, part * (SPLIT // TILE)), tl.minimum(high, (part + 1) * (SPLIT // TILE))
-            ):
+            first = tl.maximum(low, part * (SPLIT // TILE))
+            behind = tl.minimum(high, (part + 1) * (SPLIT // TILE))
+            for tile in range(loop_bound(first, INTERPRETED), loop_bound(behind, INTERPRETED)):
                 own_peak, own_total, own_mixed = _attend_tile(
                     query, row_position, row_valid, own_peak, own_total, own_mixed, tile, end, first_seen,
                     table, keys, values, stride_block, exponent, cap, cap_factor,
-                    BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, WIDENS,
+                    BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
                 )  # fmt: skip
             peak, total, mixed = _join(peak, total, mixed, own_peak, own_total, own_mixed)
     else:
@@ -240,11 +233,11 @@ def paged_attention_kernel(
             else:
                 low = low + split * tiles
                 high = tl.minimum(high, low + tiles)
-        for tile in range(low, high):
+        for tile in range(loop_bound(low, INTERPRETED), loop_bound(high, INTERPRETED)):
             peak, total, mixed = _attend_tile(
                 query, row_position, row_valid, peak, total, mixed, tile, end, first_seen,
                 table, keys, values, stride_block, exponent, cap, cap_factor,
-                BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, WIDENS,
+                BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
             )  # fmt: skip
     kept = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
     if NUM_SPLITS == 1:

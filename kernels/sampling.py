@@ -29,6 +29,8 @@ CHUNK = 4096
 """Columns of a program and of one turn of a loop."""
 WEIGH_WARPS = 8
 CHOOSE_WARPS = 8
+CHOOSE_REGISTERS = 128
+"""Of a thread. Left alone, one assembler (Triton 3.8, sm_90) takes 80 and spills."""
 MAX_VOCAB = 2**22
 """So many weights of 2^40 sum to less than 2^63."""
 _ONE = tl.constexpr(2.0**40)  # the peak's own weight
@@ -291,4 +293,5 @@ def choose(
         PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
         CHUNK=chunk,
         num_warps=CHOOSE_WARPS,
+        maxnreg=CHOOSE_REGISTERS,
     )

@@ -29,7 +29,7 @@ class Column:
 STEPS = (  # State columns describe the moment after this step was scheduled.
     Column("step", I64, "step number, strictly increasing"),
     Column("schedule_ns", I64, "when the step was planned"),
-    Column("launch_ns", I64, "when the device began it"),
+    Column("launch_ns", I64, "when the device began it: handed over, or the step before committed, if later"),
     Column("commit_ns", I64, "when its outcomes were committed: the time of the tokens it emitted"),
     Column("num_prefill_tokens", I32, "prompt or recomputed tokens computed in prefill chunks"),
     Column("num_decode_tokens", I32, "tokens computed by the decode group, one a request"),

@@ -65,7 +65,9 @@ class Summary:
     ``metrics.timeline.step_timeline``; idle time counts as zero. ``kv_occupancy``: blocks referenced by
     requests / blocks in the pool, cached ones excluded; NaN for a pool without limit. ``waste_mean``:
     wasted slot-time / allocated slot-time, so only while blocks are allocated. ``recomputed_share``: of all
-    tokens computed. ``prefix_hit_rate``: hit tokens / prompt tokens of requests that were ever scheduled.
+    tokens computed. ``num_blocks_swapped_out`` and ``_in``: copied to and from host memory, of which
+    ``num_cpu_blocks_peak`` blocks were used at once. ``prefix_hit_rate``: hit tokens / prompt tokens of
+    requests that were ever scheduled.
 
     ``slo_attainment``: share of all requests, those refused or aborted included, that finished within the
     bounds; ``goodput_per_s``: their number / ``duration_s``. A reply of one token has no TPOT to miss.
@@ -121,6 +123,9 @@ class Summary:
     num_preemptions: float
     num_recomputed_tokens: float
     recomputed_share: float
+    num_blocks_swapped_out: float
+    num_blocks_swapped_in: float
+    num_cpu_blocks_peak: float
     num_discarded_tokens: float
     prefix_hit_rate: float
     slo_attainment: float
@@ -246,6 +251,11 @@ def _work(record: RunRecord) -> dict[str, Any]:
         "num_preemptions": total("num_preemptions"),
         "num_recomputed_tokens": total("num_recomputed_tokens"),
         "recomputed_share": _ratio(total("num_recomputed_tokens"), computed),
+        "num_blocks_swapped_out": total("num_blocks_swapped_out"),
+        "num_blocks_swapped_in": total("num_blocks_swapped_in"),
+        "num_cpu_blocks_peak": math.nan
+        if record.is_client
+        else int(record.array("steps", "num_cpu_blocks_used").max(initial=0)),
         "num_discarded_tokens": total("num_discarded_tokens"),
         "prefix_hit_rate": _ratio(int(hits), int(prompts)),
     }

@@ -60,6 +60,11 @@ class Policy:
         value = getattr(self, kind)
         return PARTS[kind][value]() if isinstance(value, str) else value
 
+    @property
+    def can_swap(self) -> bool:
+        """Whether a victim's KV may ever be copied to host memory."""
+        return not isinstance(self.part("preemption_mode"), Recompute)
+
 
 PRESETS: dict[str, Policy] = {
     **{rule: Policy(batching=rule, name=rule) for rule in PARTS["batching"]},

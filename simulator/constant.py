@@ -9,7 +9,7 @@ from pagedserve.simulator.cost import Int64Array, ShapeBatch, chunk_features
 
 @dataclass(frozen=True, slots=True)
 class ConstantCost:
-    """``base_ns`` a step, plus so much for every prefill token and every decode; integer arithmetic only.
+    """``base_ns`` a step, plus so much for every prefill token, decode and swapped block; integer arithmetic only.
 
     ``ConstantCost(base_ns)`` alone turns a replica that runs one request a step into the textbook server
     with deterministic service. Raises ValueError for a negative number, TypeError for one that is not int.
@@ -19,6 +19,7 @@ class ConstantCost:
     per_prefill_token_ns: int = 0
     per_decode_ns: int = 0
     host_base_ns: int = 0
+    per_swapped_block_ns: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -33,6 +34,7 @@ class ConstantCost:
             self.base_ns
             + self.per_prefill_token_ns * num_prefill_tokens
             + self.per_decode_ns * shape.num_decodes
+            + self.per_swapped_block_ns * (shape.num_blocks_swapped_out + shape.num_blocks_swapped_in)
         )
 
     def steps_ns(self, batch: ShapeBatch) -> Int64Array:
@@ -40,6 +42,7 @@ class ConstantCost:
             self.base_ns
             + self.per_prefill_token_ns * batch.num_chunk_tokens
             + self.per_decode_ns * batch.num_decodes
+            + self.per_swapped_block_ns * (batch.num_blocks_swapped_out + batch.num_blocks_swapped_in)
         )
 
     def host_ns(self, shape: StepShape) -> int:
@@ -47,6 +50,9 @@ class ConstantCost:
 
     def hosts_ns(self, batch: ShapeBatch) -> Int64Array:
         return self.host_base_ns + 0 * batch.num_decodes
+
+    def check_swaps(self, block_size: int) -> None:
+        """Every block costs what the caller said."""
 
     def describe(self) -> dict[str, Any]:
         return {"name": "constant", "parameters": asdict(self), "sources": {"all": "set by the caller"}}

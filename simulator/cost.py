@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedserve.policy import Limits, Policy
 from pagedserve.policy.plan import StepShape
 
 Int64Array = NDArray[np.int64]
@@ -40,6 +41,10 @@ class CostModel(Protocol):
         """``host_ns`` of every step of a batch, int64 of shape (num_steps,)."""
         ...
 
+    def check_swaps(self, block_size: int) -> None:
+        """Raise ValueError if it cannot say what copying KV blocks of so many tokens costs; see `check_priced`."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """What goes into the header of a record: name, parameters and sources, as JSON-able values."""
         ...
@@ -48,6 +53,12 @@ class CostModel(Protocol):
     def num_extrapolated(self) -> int:
         """Steps asked about so far that lie outside what the model was measured on; 0 for pure formulas."""
         ...
+
+
+def check_priced(cost: CostModel, policy: Policy, limits: Limits) -> None:
+    """Raise ValueError, before a run, if the policy can swap and the cost model cannot price that."""
+    if limits.num_cpu_blocks and policy.can_swap:
+        cost.check_swaps(limits.block_size)
 
 
 def chunk_features(chunks: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
@@ -83,6 +94,8 @@ class ShapeBatch:
     decode_context_max: Int64Array
     decode_context_sumsq: Int64Array
     num_samples: Int64Array
+    num_blocks_swapped_out: Int64Array
+    num_blocks_swapped_in: Int64Array
     chunk_tokens: Int64Array
     chunk_contexts: Int64Array
     chunk_offsets: Int64Array
@@ -102,11 +115,14 @@ class ShapeBatch:
                 shape.decode_context_max,
                 shape.decode_context_sumsq,
                 shape.num_samples,
+                shape.num_blocks_swapped_out,
+                shape.num_blocks_swapped_in,
             )
             for shape in shapes
         ]
-        columns = np.ascontiguousarray(np.array(rows, dtype=np.int64).reshape(len(rows), 9).T)
-        tokens, pairs, contexts, chunks, decodes, context_sum, context_max, context_sumsq, samples = columns
+        columns = np.ascontiguousarray(np.array(rows, dtype=np.int64).reshape(len(rows), 11).T)
+        tokens, pairs, contexts, chunks, decodes, context_sum, context_max, context_sumsq = columns[:8]
+        samples, swapped_out, swapped_in = columns[8:]
         flat = [chunk for shape in shapes for chunk in shape.chunks]
         return cls(
             num_chunk_tokens=tokens,
@@ -118,6 +134,8 @@ class ShapeBatch:
             decode_context_max=context_max,
             decode_context_sumsq=context_sumsq,
             num_samples=samples,
+            num_blocks_swapped_out=swapped_out,
+            num_blocks_swapped_in=swapped_in,
             chunk_tokens=np.array([chunk[0] for chunk in flat], dtype=np.int64),
             chunk_contexts=np.array([chunk[1] for chunk in flat], dtype=np.int64),
             chunk_offsets=np.concatenate(([0], np.cumsum(chunks))).astype(np.int64),
@@ -129,12 +147,15 @@ class ShapeBatch:
 
         Each step leaves every sequence one token longer, so the context sum grows by the group's size, the
         maximum by one, and the sum of squares from Q to Q + 2kS + k²n after k steps. Raises ValueError if
-        ``first`` has prefill chunks or ``num_steps`` is negative.
+        ``first`` has prefill chunks or swaps blocks, or ``num_steps`` is negative.
         """
         if first.chunks:
             raise ValueError(
                 f"the step has {len(first.chunks)} prefill chunks; a steady decode group has none"
             )
+        swapped = first.num_blocks_swapped_out + first.num_blocks_swapped_in
+        if swapped:
+            raise ValueError(f"the step swaps {swapped} blocks; a steady decode group swaps none")
         if num_steps < 0:
             raise ValueError(f"num_steps is {num_steps}; it must not be negative")
         k = np.arange(num_steps, dtype=np.int64)
@@ -150,6 +171,8 @@ class ShapeBatch:
             decode_context_max=first.decode_context_max + k,
             decode_context_sumsq=first.decode_context_sumsq + k * (2 * context_sum) + k * k * n,
             num_samples=np.full(num_steps, first.num_samples, dtype=np.int64),
+            num_blocks_swapped_out=none,
+            num_blocks_swapped_in=none,
             chunk_tokens=empty,
             chunk_contexts=empty,
             chunk_offsets=np.zeros(num_steps + 1, dtype=np.int64),

@@ -15,7 +15,8 @@ class Device:
 
     ``flops_per_s`` is the dense peak in the precision a model runs in there (bf16 or fp16 with fp32
     accumulation on GPUs, fp32 on the CPU), one multiply-add counting two. ``memory_bytes`` is what the
-    driver or system offers to a process, which is what KV planning divides.
+    driver or system offers to a process, which is what KV planning divides; ``host_bytes_per_s`` what its
+    link to host memory carries in each direction.
     """
 
     name: str
@@ -27,6 +28,8 @@ class Device:
     bandwidth_source: str
     memory_bytes: int
     memory_source: str
+    host_bytes_per_s: float
+    host_link_source: str
 
 
 DEVICES = {
@@ -42,6 +45,8 @@ DEVICES = {
             bandwidth_source="NVIDIA H100 Tensor Core GPU datasheet: 3.35 TB/s",
             memory_bytes=81_559 * MIB,
             memory_source="NVIDIA H100 Tensor Core GPU datasheet: 80 GB; nvidia-smi reports 81,559 MiB",
+            host_bytes_per_s=64e9,
+            host_link_source="NVIDIA H100 Tensor Core GPU datasheet: PCIe Gen5 128 GB/s, half of it each way",
         ),
         Device(
             name="h200-sxm",
@@ -53,6 +58,21 @@ DEVICES = {
             bandwidth_source="NVIDIA H200 Tensor Core GPU datasheet: 4.8 TB/s",
             memory_bytes=143_771 * MIB,
             memory_source="NVIDIA H200 Tensor Core GPU datasheet: 141 GB; nvidia-smi reports 143,771 MiB",
+            host_bytes_per_s=64e9,
+            host_link_source="NVIDIA H200 Tensor Core GPU datasheet: PCIe Gen5 128 GB/s, half of it each way",
+        ),
+        Device(
+            name="gh200-96gb",
+            title="NVIDIA GH200 96 GB",
+            kind="gpu",
+            flops_per_s=989.5e12,
+            flops_source="NVIDIA GH200 Grace Hopper Superchip datasheet: BF16 1,979 TFLOPS sparse, half dense",
+            bytes_per_s=4e12,
+            bandwidth_source="NVIDIA GH200 Grace Hopper Superchip datasheet: HBM3 up to 4 TB/s",
+            memory_bytes=97_871 * MIB,
+            memory_source="NVIDIA GH200 Grace Hopper Superchip datasheet: 96 GB; nvidia-smi reports 97,871 MiB",
+            host_bytes_per_s=450e9,
+            host_link_source="NVIDIA GH200 Grace Hopper Superchip datasheet: NVLink-C2C 900 GB/s, half each way",
         ),
         Device(
             name="a100-sxm-80gb",
@@ -64,6 +84,8 @@ DEVICES = {
             bandwidth_source="NVIDIA A100 Tensor Core GPU datasheet: 2,039 GB/s (80 GB SXM)",
             memory_bytes=81_920 * MIB,
             memory_source="NVIDIA A100 Tensor Core GPU datasheet: 80 GB; nvidia-smi reports 81,920 MiB",
+            host_bytes_per_s=32e9,
+            host_link_source="NVIDIA A100 Tensor Core GPU datasheet: PCIe Gen4 64 GB/s, half of it each way",
         ),
         Device(
             name="l40s",
@@ -75,6 +97,8 @@ DEVICES = {
             bandwidth_source="NVIDIA L40S datasheet: 864 GB/s",
             memory_bytes=46_068 * MIB,
             memory_source="NVIDIA L40S datasheet: 48 GB, 1/16 of it for ECC; nvidia-smi reports 46,068 MiB",
+            host_bytes_per_s=32e9,
+            host_link_source="NVIDIA L40S datasheet: PCIe Gen4 x16 64 GB/s bidirectional, half of it each way",
         ),
         Device(
             name="cpu-2core",
@@ -89,11 +113,19 @@ DEVICES = {
             bandwidth_source="assumption: one channel of DDR4-3200, 8 bytes x 3,200 MT/s (JEDEC JESD79-4)",
             memory_bytes=16 * GIB,
             memory_source="assumption: 16 GiB",
+            host_bytes_per_s=12.8e9,
+            host_link_source="assumption: a copy within memory reads and writes every byte, at half the bandwidth",
         ),
     )
 }
 
-_SHORT_NAMES = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-sxm-80gb", "cpu": "cpu-2core"}
+_SHORT_NAMES = {
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "gh200": "gh200-96gb",
+    "a100": "a100-sxm-80gb",
+    "cpu": "cpu-2core",
+}
 
 
 def device(name: str) -> Device:

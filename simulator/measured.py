@@ -9,6 +9,7 @@ A profile holds single chunks, decode groups, and a few combinations. Any step i
          + M(n, b)                           chunks beside decodes: measured, less what the lines above give
          + s (chunks - 1)                    every further chunk, from the profile's split steps
          - H, if nothing is sampled          the head's weights, from the profile's unsampled chunks
+         + O(blocks out) + I(blocks in)      copies to and from host memory, if blocks are swapped
 
 so that each measured step gets its own measured time back (skewed and split ones up to the quality of one
 coefficient). Between measurements it is linear. Beyond the longest of them it goes on straight (M stays as it is at
@@ -18,20 +19,27 @@ are filled in from their neighbours, and not counted. No number is fitted to a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 
-from pagedserve.metrics.profile import Profile, ProfileError, StepPoint
+from pagedserve.metrics.profile import Profile, ProfileError
 from pagedserve.policy.plan import StepShape
 from pagedserve.simulator.cost import Int64Array, ShapeBatch
 from pagedserve.simulator.interpolation import Line, Sheet
+from pagedserve.simulator.measured_tables import (
+    context_sheet,
+    even_decodes,
+    filled_sheet,
+    mixed_sheet,
+    slope,
+    swap_lines,
+    without_context,
+)
 
 Quantile = Literal["p20", "p50", "p80"]
 QUANTILES: tuple[Quantile, ...] = ("p20", "p50", "p80")
-Cells = dict[tuple[int, int], float]
 
 
 class MeasuredCost:
@@ -51,6 +59,7 @@ class MeasuredCost:
         "_longest",
         "_mixed",
         "_skew_ns",
+        "_swaps",
         "_tokens",
         "num_extrapolated",
         "profile",
@@ -67,10 +76,11 @@ class MeasuredCost:
         for point in profile.steps:
             times.setdefault(point.kind, []).append((point.shape, float(getattr(point, field))))
         chunks = {shape.chunks[0]: ns for shape, ns in times.get("chunk", ())}
-        even = _even_decodes(profile.steps, field)
-        self._tokens = Line(_without_context(chunks))
-        self._chunks = _context_sheet(chunks)
-        self._decodes = _filled_sheet(even)
+        even = even_decodes(profile.steps, field)
+        self._swaps = swap_lines(profile.swaps, field)
+        self._tokens = Line(without_context(chunks))
+        self._chunks = context_sheet(chunks)
+        self._decodes = filled_sheet(even)
         self._longest = max(shape.decode_context_max for shape, _ in times["decode"])
         self._skew_ns = self._extra_chunk_ns = self._head_ns = 0.0
         self._mixed: Sheet | None = None
@@ -78,7 +88,7 @@ class MeasuredCost:
         # Never below 0: noise must not make longer contexts or further chunks free.
         self._skew_ns = max(
             0.0,
-            _slope(
+            slope(
                 [
                     (
                         shape.decode_context_max - shape.decode_context_sum / shape.num_decodes,
@@ -92,7 +102,7 @@ class MeasuredCost:
         self._head_ns = max(0.0, median(heads)) if heads else 0.0
         extra = [(ns - self._step(shape)) / (len(shape.chunks) - 1) for shape, ns in times.get("split", ())]
         self._extra_chunk_ns = max(0.0, median(extra)) if extra else 0.0
-        self._mixed = _mixed_sheet(
+        self._mixed = mixed_sheet(
             {
                 (shape.chunks[0][0], shape.num_decodes): ns - self._step(shape)
                 for shape, ns in times.get("mixed", ())
@@ -109,6 +119,7 @@ class MeasuredCost:
             or shape.decode_context_max > self._longest
             or context > self._chunks.columns.last
             or len(shape.chunks) + shape.num_decodes > self._host.axis.last
+            or any(line.axis.last < count for line, count in zip(self._swaps, _swapped(shape), strict=False))
         )
         return max(1, round(self._step(shape)))
 
@@ -127,6 +138,8 @@ class MeasuredCost:
                 total = total + self._mixed.at(min(tokens, most), min(rows, widest))
         if not shape.num_samples:
             total = total - self._head_ns
+        for line, count in zip(self._priced(any(_swapped(shape))), _swapped(shape), strict=False):
+            total = total + (max(0.0, line.at(count)) if count else 0.0)
         return total
 
     def steps_ns(self, batch: ShapeBatch) -> Int64Array:
@@ -145,20 +158,46 @@ class MeasuredCost:
             mixed = total + self._mixed.at_all(np.minimum(tokens, most), np.minimum(rows, widest))
             total = np.where(has_rows & has_chunks, mixed, total)
         total = np.where(batch.num_samples == 0, total - self._head_ns, total)
+        swapped = _swapped(batch)
+        for line, counts in zip(self._priced(np.any(swapped)), swapped, strict=False):
+            total = total + np.where(counts > 0, np.maximum(0.0, line.at_all(counts)), 0.0)
         self._count_extrapolated(batch)
         return np.maximum(1, np.rint(total)).astype(np.int64)
 
     def _count_extrapolated(self, batch: ShapeBatch) -> None:
         too_deep = np.concatenate(([0], np.cumsum(batch.chunk_contexts > self._chunks.columns.last)))
+        too_many = np.zeros(len(batch), dtype=bool)
+        for line, counts in zip(self._swaps, _swapped(batch), strict=False):
+            too_many |= counts > line.axis.last
         self.num_extrapolated += int(
             np.count_nonzero(
-                (batch.num_chunk_tokens + batch.num_decodes > self._tokens.axis.last)
+                too_many
+                | (batch.num_chunk_tokens + batch.num_decodes > self._tokens.axis.last)
                 | (batch.num_decodes > self._decodes.rows.last)
                 | (batch.decode_context_max > self._longest)
                 | (np.diff(too_deep[batch.chunk_offsets]) > 0)
                 | (batch.num_chunks + batch.num_decodes > self._host.axis.last)
             )
         )
+
+    def check_swaps(self, block_size: int) -> None:
+        """See `pagedserve.simulator.cost.CostModel.check_swaps`."""
+        self._priced(True)
+        measured = self.profile.provenance.get("limits", {}).get("block_size")
+        if measured != block_size:
+            raise ProfileError(
+                f"the profile measured swaps of KV blocks of {measured} tokens and the limits have {block_size}: "
+                f"measure again with --block-size {block_size}"
+            )
+
+    def _priced(self, swaps: bool | np.bool_) -> tuple[Line, ...]:
+        """The lines for blocks out and in. ProfileError if there are swaps to be priced and no lines."""
+        if swaps and not self._swaps:
+            raise ProfileError(
+                "the profile has no measurements of swaps to host memory, and the policy swaps: measure again with "
+                "'pagedserve profile', or let it recompute"
+            )
+        return self._swaps
 
     def host_ns(self, shape: StepShape) -> int:
         return max(0, round(self._host.at(len(shape.chunks) + shape.num_decodes)))
@@ -185,85 +224,6 @@ class MeasuredCost:
         }
 
 
-def _without_context(chunks: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    found = {tokens: ns for (tokens, context), ns in chunks.items() if context == 0}
-    if not found:
-        raise ProfileError(
-            "the profile has no chunk without context: measure again, with chunk_contexts from 0"
-        )
-    return found
-
-
-def _even_decodes(steps: Sequence[StepPoint], field: str) -> Cells:
-    """Times of groups whose contexts are all equal, by batch size and context."""
-    found = {
-        (point.shape.num_decodes, point.shape.decode_context_max): float(getattr(point, field))
-        for point in steps
-        if point.kind == "decode"
-        and point.shape.decode_context_max * point.shape.num_decodes == point.shape.decode_context_sum
-    }
-    if not found:
-        raise ProfileError("the profile has no decode group of equal contexts: measure again")
-    return found
-
-
-def _context_sheet(chunks: Mapping[tuple[int, int], float]) -> Sheet:
-    """What context adds to a chunk, by tokens and context."""
-    base = _without_context(chunks)
-    added = {(n, c): ns - base[n] for (n, c), ns in chunks.items() if n in base}
-    return _filled_sheet(added)
-
-
-def _filled_sheet(cells: Cells) -> Sheet:
-    """A full grid; a cell that did not fit the limits continues its row, or is scaled from the row before.
-
-    Both hold because the time grows straight with the context and, by context, with the number of rows.
-    """
-    rows, columns = sorted({row for row, _ in cells}), sorted({column for _, column in cells})
-    table: list[list[float]] = []
-    for row in rows:
-        line: list[float] = []
-        for index, column in enumerate(columns):
-            if (row, column) in cells:
-                line.append(cells[row, column])
-            elif index > 1:
-                slope = (line[-1] - line[-2]) / (columns[index - 1] - columns[index - 2])
-                line.append(line[-1] + slope * (column - columns[index - 1]))
-            elif table and index == 1:
-                before = (table[-1][1] - table[-1][0]) * row / rows[len(table) - 1]
-                line.append(line[0] + before)
-            elif table:
-                line.append(table[-1][index] * row / rows[len(table) - 1])
-            else:
-                raise ProfileError(f"the profile lacks its smallest measurement at {column}: measure again")
-        table.append(line)
-    return Sheet(rows, columns, table)
-
-
-def _mixed_sheet(residuals: Cells) -> Sheet | None:
-    """What chunks beside decodes cost beyond both, 0 where there is only one of them; None: not measured."""
-    if not residuals:
-        return None
-    filled = _filled_mixed(residuals)
-    rows, columns = sorted({n for n, _ in filled}), sorted({b for _, b in filled})
-    values = [[0.0] * (len(columns) + 1)]
-    values += [[0.0, *(filled[n, b] for b in columns)] for n in rows]
-    return Sheet([0, *rows], [0, *columns], values)
-
-
-def _filled_mixed(cells: Cells) -> Cells:
-    """Combinations that did not fit take the nearest measured one's residual."""
-    rows, columns = {n for n, _ in cells}, {b for _, b in cells}
-    return {
-        (n, b): cells[
-            min(cells, key=lambda cell: abs(cell[0] - n) / max(rows) + abs(cell[1] - b) / max(columns))
-        ]
-        for n in rows
-        for b in columns
-    }
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """The least-squares line through the origin."""
-    weight = sum(x * x for x, _ in points)
-    return sum(x * y for x, y in points) / weight if weight else 0.0
+def _swapped(steps: StepShape | ShapeBatch) -> tuple[Any, Any]:
+    """Blocks out and in, of one step or of each."""
+    return steps.num_blocks_swapped_out, steps.num_blocks_swapped_in

@@ -80,7 +80,7 @@ class Replica:
         env, overlaps = self._env, self.scheduler.overlap_depth > 0
         flight: LaunchedState | None = None
         while True:
-            plan, schedule_ns = None, int(env.now)
+            plan, schedule_ns, handed_ns = None, int(env.now), 0
             # With a step in flight and nothing left, a recorded run may still have taken something in.
             if self.scheduler.has_work or flight is not None:
                 schedule_ns = self._timing.schedule_ns(int(env.now))
@@ -89,8 +89,10 @@ class Replica:
                     if schedule_ns > env.now or not instant_is_over(env):
                         yield At(env, schedule_ns, SCHEDULE)
                     plan = self._schedule() if self.scheduler.has_work else None
+            if plan:
+                handed_ns = self._timing.handed_ns(plan, schedule_ns)
             if flight is not None:
-                yield At(env, flight.commit_ns, COMMIT)
+                yield At(env, max(flight.commit_ns, handed_ns), COMMIT)
                 self._commit(flight.plan)
                 flight = None
             elif not plan:
@@ -99,7 +101,7 @@ class Replica:
                 again = [] if wake_ns is None else [At(env, max(wake_ns, int(env.now)), SCHEDULE)]
                 yield AnyOf(env, [self._woken, *again])
             if plan:
-                launch_ns = self._timing.launch_ns(plan, schedule_ns, int(env.now))
+                launch_ns = self._timing.launch_ns(plan, handed_ns, int(env.now))
                 self._recorder.launched(launch_ns)
                 flight = LaunchedState(plan, self._timing.commit_ns(plan, launch_ns))
                 if overlaps:

@@ -7,6 +7,7 @@ A step is a sequence of kernels, and each kind takes the larger of its arithmeti
     LM head      the same for the rows that sample; its weights are read only if there are any
     attention    chunks: max(4 x query size x attended pairs, KV of context and chunk + queries, outputs)
                  decodes: the same with one query a sequence; both summed over layers
+    swaps        bytes of the blocks over the link to the host, and once more gathered in device memory
     elementwise  norms, rotary, gated activation, KV write, embedding: memory only
     overhead     so much a kernel, so much more an attention kernel, whatever the step holds
 
@@ -26,7 +27,7 @@ described.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,76 +36,13 @@ from pagedserve.policy.plan import StepShape
 from pagedserve.simulator.cost import Int64Array, ShapeBatch, chunk_features
 from pagedserve.simulator.devices import Device
 from pagedserve.simulator.geometry import ModelGeometry
-
-
-@dataclass(frozen=True, slots=True)
-class RooflineParameters:
-    """Fractions of peak that kernels reach, and times that no peak explains.
-
-    Efficiencies lie in (0, 1]. ``kernel_overhead_ns`` is the start and end of one kernel, of which a layer
-    has ``kernels_per_layer`` beside attention and a step ``kernels_per_step`` beside its layers;
-    ``attention_overhead_ns`` is the floor of an attention kernel. Host time between schedule and launch is
-    ``host_step_ns`` plus ``host_row_ns`` for every chunk and decode. Raises ValueError outside these ranges.
-    """
-
-    gemm_efficiency: float = 0.8
-    attention_efficiency: float = 0.6
-    bandwidth_efficiency: float = 0.8
-    kernel_overhead_ns: int = 3_000
-    attention_overhead_ns: int = 12_000
-    kernels_per_layer: int = 9
-    kernels_per_step: int = 4
-    activation_element_bytes: float = 2.0
-    host_step_ns: int = 500_000
-    host_row_ns: int = 5_000
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_efficiency"):
-                if not 0 < value <= 1:
-                    raise ValueError(f"{field.name} is {value}; a fraction of peak lies in (0, 1]")
-            elif field.name == "activation_element_bytes":
-                if not value > 0:
-                    raise ValueError(f"{field.name} is {value}; it must be positive")
-            elif not isinstance(value, int) or value < 0:
-                raise ValueError(f"{field.name} is {value!r}; a whole number, at least 0, is needed")
-
-
-_HOST_ASSUMPTION = (
-    "assumption, not a measurement: a Python scheduler and input preparation take about half a millisecond "
-    "a step and a few microseconds a sequence; replace it by a measured host gap before trusting TTFT"
+from pagedserve.simulator.roofline_parameters import (
+    CPU_PARAMETERS,
+    CPU_SOURCES,
+    GPU_PARAMETERS,
+    GPU_SOURCES,
+    RooflineParameters,
 )
-# Read off kernels of an H200 and assumed for other GPUs.
-GPU_PARAMETERS = RooflineParameters()
-GPU_SOURCES = {
-    "gemm_efficiency": "aiconfigurator-core gemm_perf, H200 bf16: 4096^3 in 168 us is 0.83 of peak",
-    "attention_efficiency": "aiconfigurator-core context_attention_perf, H200: 0.59 at 8,192 tokens",
-    "bandwidth_efficiency": "aiconfigurator-core system file of the H200: empirical bandwidth factor 0.8",
-    "kernel_overhead_ns": "aiconfigurator-core system file of the H200: 3 us beside the bandwidth time",
-    "attention_overhead_ns": "aiconfigurator-core generation_attention_perf, H200: 11.7 us for 1 x 127",
-    "kernels_per_layer": "count: 2 norms, 4 GEMMs, rotary, KV write, gated activation",
-    "kernels_per_step": "count: embedding, final norm, LM head, sampling",
-    "activation_element_bytes": "bf16",
-    "host_step_ns": _HOST_ASSUMPTION,
-    "host_row_ns": _HOST_ASSUMPTION,
-}
-CPU_PARAMETERS = RooflineParameters(
-    gemm_efficiency=0.6,
-    attention_efficiency=0.3,
-    bandwidth_efficiency=0.7,
-    kernel_overhead_ns=10_000,
-    attention_overhead_ns=30_000,
-    activation_element_bytes=4.0,
-)
-CPU_SOURCES = {
-    **dict.fromkeys(GPU_SOURCES, "assumption: order of magnitude of a tensor library on a small x86 machine"),
-    "kernels_per_layer": GPU_SOURCES["kernels_per_layer"],
-    "kernels_per_step": GPU_SOURCES["kernels_per_step"],
-    "activation_element_bytes": "fp32",
-    "host_step_ns": _HOST_ASSUMPTION,
-    "host_row_ns": _HOST_ASSUMPTION,
-}
 
 
 class _Coefficients(NamedTuple):
@@ -121,31 +59,41 @@ class _Coefficients(NamedTuple):
     pair_compute: float
     kv_memory: float
     query_memory: float
+    swap_overhead: float
+    swap_block: float
 
 
 class RooflineCost:
     """The roofline of one model on one device; a :class:`pagedserve.simulator.cost.CostModel`.
 
-    ``parameters=None`` takes ``GPU_PARAMETERS`` or ``CPU_PARAMETERS`` by the device's kind. Nothing in a
-    formula is out of range, so ``num_extrapolated`` stays 0; its accuracy is another matter, see the module.
+    ``parameters=None`` takes ``GPU_PARAMETERS`` or ``CPU_PARAMETERS`` by the device's kind. ``block_size`` is that
+    of the KV blocks that are swapped. Nothing in a formula is out of range, so ``num_extrapolated`` stays 0; its
+    accuracy is another matter, see the module.
     """
 
-    __slots__ = ("_coefficients", "device", "geometry", "parameters")
+    __slots__ = ("_coefficients", "block_size", "device", "geometry", "parameters")
 
     def __init__(
-        self, device: Device, geometry: ModelGeometry, parameters: RooflineParameters | None = None
+        self,
+        device: Device,
+        geometry: ModelGeometry,
+        parameters: RooflineParameters | None = None,
+        block_size: int = 16,
     ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        self.block_size = block_size
         self.device = device
         self.geometry = geometry
         self.parameters = parameters or (CPU_PARAMETERS if device.kind == "cpu" else GPU_PARAMETERS)
-        self._coefficients = _coefficients(device, geometry, self.parameters)
+        self._coefficients = _coefficients(device, geometry, self.parameters, block_size)
 
     def step_ns(self, shape: StepShape) -> int:
-        overhead, gemm, head, elementwise, chunks, decodes = self._shape_parts(shape)
-        return int(overhead + gemm + head + elementwise + chunks + decodes + 0.5)
+        overhead, gemm, head, elementwise, chunks, decodes, swaps = self._shape_parts(shape)
+        return int(overhead + gemm + head + elementwise + chunks + decodes + swaps + 0.5)
 
     def steps_ns(self, batch: ShapeBatch) -> Int64Array:
-        overhead, gemm, head, elementwise, chunks, decodes = _parts_ns(
+        overhead, gemm, head, elementwise, chunks, decodes, swaps = _parts_ns(
             self._coefficients,
             np.maximum,
             batch.num_chunk_tokens,
@@ -154,12 +102,14 @@ class RooflineCost:
             batch.num_decodes,
             batch.decode_context_sum,
             batch.num_samples,
+            batch.num_blocks_swapped_out,
+            batch.num_blocks_swapped_in,
         )
-        return (overhead + gemm + head + elementwise + chunks + decodes + 0.5).astype(np.int64)
+        return (overhead + gemm + head + elementwise + chunks + decodes + swaps + 0.5).astype(np.int64)
 
     def parts_ns(self, shape: StepShape) -> dict[str, float]:
         """Nanoseconds of a step by kind of kernel; their sum, rounded, is ``step_ns``."""
-        names = ("overhead", "gemm", "lm_head", "elementwise", "chunk_attention", "decode_attention")
+        names = ("overhead", "gemm", "lm_head", "elementwise", "chunk_attention", "decode_attention", "swaps")
         return dict(zip(names, self._shape_parts(shape), strict=True))
 
     def _shape_parts(self, shape: StepShape) -> tuple[float, ...]:
@@ -173,7 +123,17 @@ class RooflineCost:
             shape.num_decodes,
             shape.decode_context_sum,
             shape.num_samples,
+            shape.num_blocks_swapped_out,
+            shape.num_blocks_swapped_in,
         )
+
+    def check_swaps(self, block_size: int) -> None:
+        """See `pagedserve.simulator.cost.CostModel.check_swaps`."""
+        if block_size != self.block_size:
+            raise ValueError(
+                f"the roofline prices swaps of blocks of {self.block_size} tokens and the limits have {block_size}: "
+                f"make it with block_size={block_size}"
+            )
 
     def host_ns(self, shape: StepShape) -> int:
         rows = len(shape.chunks) + shape.num_decodes
@@ -191,6 +151,7 @@ class RooflineCost:
             "name": "roofline",
             "device": asdict(self.device),
             "geometry": asdict(self.geometry),
+            "block_size": self.block_size,
             "parameters": chosen,
             "sources": {
                 name: sources[name] if value == getattr(defaults, name) else "set by the caller"
@@ -203,7 +164,9 @@ class RooflineCost:
         return 0
 
 
-def _coefficients(device: Device, geometry: ModelGeometry, parameters: RooflineParameters) -> _Coefficients:
+def _coefficients(
+    device: Device, geometry: ModelGeometry, parameters: RooflineParameters, block_size: int
+) -> _Coefficients:
     layers, hidden, ffn = geometry.num_layers, geometry.hidden_size, geometry.ffn_size
     query, kv = geometry.query_size, geometry.kv_size
     activation = parameters.activation_element_bytes
@@ -216,6 +179,7 @@ def _coefficients(device: Device, geometry: ModelGeometry, parameters: RooflineP
     elementwise = 8 * hidden + 2 * (query + kv) + 3 * ffn + 2 * kv
     kernels = layers * parameters.kernels_per_layer + parameters.kernels_per_step
     overhead = kernels * parameters.kernel_overhead_ns + layers * parameters.attention_overhead_ns
+    link_byte_ns = 1e9 / (device.host_bytes_per_s * parameters.host_link_efficiency)
     weight_ns = geometry.weight_element_bytes * byte_ns
     return _Coefficients(
         overhead=float(overhead),
@@ -231,6 +195,9 @@ def _coefficients(device: Device, geometry: ModelGeometry, parameters: RooflineP
         pair_compute=4 * layers * query * attention_flop_ns,
         kv_memory=geometry.kv_bytes_per_token * byte_ns,
         query_memory=2 * layers * query * activation * byte_ns,
+        swap_overhead=2.0 * parameters.kernel_overhead_ns,
+        # Over the link; and read and written where blocks are gathered or scattered.
+        swap_block=block_size * geometry.kv_bytes_per_token * (link_byte_ns + 2 * byte_ns),
     )
 
 
@@ -243,6 +210,8 @@ def _parts_ns(
     decodes: Any,
     decode_contexts: Any,
     samples: Any,
+    swapped_out: Any,
+    swapped_in: Any,
 ) -> tuple[Any, ...]:
     """The formula, for Python ints (``maximum=max``) and int64 columns (``np.maximum``) alike.
 
@@ -263,10 +232,11 @@ def _parts_ns(
         pair_compute,
         kv_memory,
         query_memory,
+        swap_overhead,
+        swap_block,
     ) = coefficients
-    tokens = chunk_tokens + decodes
-    chunk_kv = chunk_contexts + chunk_tokens
-    decode_kv = decode_contexts + decodes
+    tokens, num_directions = chunk_tokens + decodes, 1 * (swapped_out > 0) + (swapped_in > 0)
+    chunk_kv, decode_kv = chunk_contexts + chunk_tokens, decode_contexts + decodes
     return (
         overhead,
         maximum(tokens * token_gemm_compute, layer_weights + tokens * token_gemm_memory),
@@ -274,4 +244,5 @@ def _parts_ns(
         tokens * token_elementwise,
         maximum(chunk_pairs * pair_compute, chunk_kv * kv_memory + chunk_tokens * query_memory),
         maximum(decode_kv * pair_compute, decode_kv * kv_memory + decodes * query_memory),
+        num_directions * swap_overhead + (swapped_out + swapped_in) * swap_block,
     )

@@ -13,7 +13,7 @@ from pagedserve.metrics.recorder import Recorder
 from pagedserve.policy import IllegalPlan, Limits, Policy, Scheduler, policy_names
 from pagedserve.policy import policy as policy_preset
 from pagedserve.simulator.clients import Clients
-from pagedserve.simulator.cost import CostModel
+from pagedserve.simulator.cost import CostModel, check_priced
 from pagedserve.simulator.outcomes import TrueLengths
 from pagedserve.simulator.replica import Replica
 from pagedserve.simulator.timing import ModelledTimes, RecordedTimes
@@ -61,13 +61,13 @@ def simulate(
             raise ValueError(
                 "a replayed record brings its own times, depth, aborts and lengths; pass only a policy"
             )
-        limits = limits or Limits(**trace.header["limits"])
+        limits, overlap_depth = limits or Limits(**trace.header["limits"]), trace.header["overlap_depth"]
         workload, timing = recorded_workload(trace), RecordedTimes(trace)
-        overlap_depth = trace.header["overlap_depth"]
     else:
         if cost is None:
             raise ValueError("a trace has no step times; pass a cost model")
         limits = limits or Limits()
+        check_priced(cost, chosen, limits)
         block_size = limits.block_size if chosen.enable_prefix_caching else None
         workload, timing = trace_workload(trace, block_size, max_tokens, aborts), ModelledTimes(cost)
     num_before = 0 if cost is None else cost.num_extrapolated
@@ -76,18 +76,26 @@ def simulate(
     env = simpy.Environment(initial_time=0)
     outcomes = TrueLengths(workload.lengths, workload.generated_keys, workload.failed)
     replica = Replica(env, scheduler, timing, outcomes, recorder, check)
-    clients = Clients(env, replica, workload, client_timeout_s, max_in_flight, progress)
+    _run(env, replica, Clients(env, replica, workload, client_timeout_s, max_in_flight, progress))
+    if not isinstance(trace, RunRecord):
+        _check_finished(scheduler)
+    counters = {} if cost is None else {"num_extrapolated": cost.num_extrapolated - num_before}
+    return recorder.record(_header(trace, scheduler, cost, counters))
+
+
+def _run(env: simpy.Environment, replica: Replica, clients: Clients) -> None:
     env.process(replica.run())
     env.process(clients.send())
     env.process(clients.give_up())
     env.run()
-    if scheduler.has_work and not isinstance(trace, RunRecord):
+
+
+def _check_finished(scheduler: Scheduler) -> None:
+    if scheduler.has_work:
         raise IllegalPlan(
             f"{type(scheduler.batching).__name__} schedules nothing although {len(scheduler.states)} requests are "
             "left and no other will come; schedule them, or say with wake_at() when to ask again"
         )
-    counters = {} if cost is None else {"num_extrapolated": cost.num_extrapolated - num_before}
-    return recorder.record(_header(trace, scheduler, cost, counters))
 
 
 def _check_clients(client_timeout_s: float | None, max_in_flight: int | None) -> None:

@@ -17,8 +17,12 @@ class Timing(Protocol):
         """When the next ``schedule`` happens, the replica being ready for it."""
         ...
 
-    def launch_ns(self, plan: StepPlan, schedule_ns: int, ready_ns: int) -> int:
-        """When a plan made at ``schedule_ns`` is launched; at ``ready_ns`` the device is free."""
+    def handed_ns(self, plan: StepPlan, schedule_ns: int) -> int:
+        """When a plan made at ``schedule_ns`` is handed to the device; a step in flight is waited for after that."""
+        ...
+
+    def launch_ns(self, plan: StepPlan, handed_ns: int, ready_ns: int) -> int:
+        """When the device begins a plan handed over at ``handed_ns``; at ``ready_ns`` it is free."""
         ...
 
     def commit_ns(self, plan: StepPlan, launch_ns: int) -> int:
@@ -27,7 +31,12 @@ class Timing(Protocol):
 
 
 class ModelledTimes:
-    """Schedule at once; launch after the host time; commit after the step time."""
+    """Schedule at once; hand over after the host time; begin when the step before is over; commit a step time later.
+
+    At overlap depth 1 the engine hands a step over before it waits for the one before. So where the host takes longer
+    than the device, tokens are seen when the host comes back for them. Left out: a step that needs its tokens on the
+    host first (a grammar, penalties), which is handed over only after that.
+    """
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -36,9 +45,13 @@ class ModelledTimes:
         """See `Timing.schedule_ns`."""
         return ready_ns
 
-    def launch_ns(self, plan: StepPlan, schedule_ns: int, ready_ns: int) -> int:
-        """See `Timing.launch_ns`: the host works while the step before runs, if the two overlap."""
-        return max(ready_ns, schedule_ns + self._cost.host_ns(plan.shape))
+    def handed_ns(self, plan: StepPlan, schedule_ns: int) -> int:
+        """See `Timing.handed_ns`: the host works while the step before runs, if the two overlap."""
+        return schedule_ns + self._cost.host_ns(plan.shape)
+
+    def launch_ns(self, plan: StepPlan, handed_ns: int, ready_ns: int) -> int:
+        """See `Timing.launch_ns`."""
+        return max(ready_ns, handed_ns)
 
     def commit_ns(self, plan: StepPlan, launch_ns: int) -> int:
         """See `Timing.commit_ns`."""
@@ -70,7 +83,11 @@ class RecordedTimes:
         at = bisect_left(self._schedules, ready_ns)
         return max(ready_ns, self._schedules[at] if at < len(self._schedules) else self._end_ns)
 
-    def launch_ns(self, plan: StepPlan, schedule_ns: int, ready_ns: int) -> int:
+    def handed_ns(self, plan: StepPlan, schedule_ns: int) -> int:
+        """See `Timing.handed_ns`: a record does not tell, and its commits have waited for it already."""
+        return schedule_ns
+
+    def launch_ns(self, plan: StepPlan, handed_ns: int, ready_ns: int) -> int:
         """See `Timing.launch_ns`."""
         assert plan.step is not None
         return max(ready_ns, self._launch.get(plan.step, ready_ns))

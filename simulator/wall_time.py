@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from pagedserve.policy.plan import StepShape
@@ -68,6 +69,15 @@ class MonotonicClock:
         return self._stopped.is_set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was handed over: when it was to be, whether that was missed, and how long the device takes."""
+
+    handed_ns: int
+    is_late: bool
+    step_ns: int
+
+
 class WallTimeState:
     """When the steps of one engine happen, and how late they were.
 
@@ -88,7 +98,7 @@ class WallTimeState:
         self._ready_ns: int | None = None
         self._schedule_ns: int | None = None
         self._free_ns = 0
-        self._ends: deque[int] = deque()
+        self._launched: deque[_Launched] = deque()
 
     def arrived(self, at_ns: int) -> None:
         """Something was handed in; where nothing was left to do, the next step can be planned from then on."""
@@ -110,20 +120,27 @@ class WallTimeState:
             self._ready_ns = self._last_ns if has_work else None
 
     def launch(self, shape: StepShape) -> None:
-        """Return when the step planned last is to be launched."""
+        """Return when the step planned last is to be handed to the device, on which one may run still."""
         assert self._schedule_ns is not None, "a step is launched that was not planned"
-        at_ns = max(self._free_ns, self._schedule_ns + self.cost.host_ns(shape))
+        handed_ns = self._schedule_ns + self.cost.host_ns(shape)
+        if not self._launched:
+            handed_ns = max(self._free_ns, handed_ns)
         self._schedule_ns = None
-        self._ends.append(at_ns + self.cost.step_ns(shape))
-        self._last_ns = at_ns
-        self.clock.sleep_until(at_ns)
+        is_late = self.clock.now_ns() > handed_ns
+        self._launched.append(_Launched(handed_ns, is_late, self.cost.step_ns(shape)))
+        self._last_ns = handed_ns
+        self.clock.sleep_until(handed_ns)
 
     def wait(self) -> None:
-        """Return when the oldest step launched is over."""
-        end_ns = self._ends.popleft()
+        """Return when the oldest step launched is over, and the next is launched if it was meanwhile."""
+        step = self._launched.popleft()
+        end_ns = max(self._free_ns, step.handed_ns) + step.step_ns
         now_ns = self.clock.now_ns()
-        is_late = now_ns > end_ns
-        if not is_late:
+        if self._launched and self._launched[0].handed_ns > end_ns:
+            end_ns, is_late = self._launched[0].handed_ns, self._launched[0].is_late
+        else:
+            is_late = now_ns > end_ns
+        if now_ns < end_ns:
             self.clock.sleep_until(end_ns)
             now_ns = self.clock.now_ns()
         is_cut = now_ns < end_ns

@@ -13,6 +13,7 @@ from pagedserve.traces.trace import Trace
 
 FOLDER = Path(__file__).parent / "samples"
 SUFFIX = ".csv.gz"
+PREFIX = "sample:"
 
 
 def _azure_shaped_500() -> Trace:
@@ -64,3 +65,10 @@ def sample_path(name: str) -> Path:
 def sample(name: str) -> Trace:
     """A packaged trace. Synthetic: never report a result on it as one on production traffic."""
     return read_trace(sample_path(name), format="native")
+
+
+def named_trace(source: str) -> Trace:
+    """A packaged trace for "sample:NAME", else the trace in that file. Raises `TraceError` or OSError."""
+    if source.startswith(PREFIX):
+        return sample(source.removeprefix(PREFIX))
+    return read_trace(Path(source))

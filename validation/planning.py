@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pagedserve.metrics.record import RunRecord
@@ -102,14 +103,7 @@ def plan_traffic(
     run lasts about ``run_s`` seconds. Raises ValueError for a load or rate that is not above 0, if both a
     length scale and ``fit`` are asked for, and as `check_runnable` does.
     """
-    for name, value in (("rate", rate), ("load", load), ("length_scale", length_scale)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
-    if fit and length_scale is not None:
-        raise ValueError(f"both length_scale {length_scale} and fit are given; give one of them")
-    if not len(trace):
-        raise ValueError("the trace is empty: there is nothing to replay")
-
+    _check_asked(trace, rate, load, length_scale, fit)
     has_span = trace.describe().rate_per_s is not None
 
     def planned(scale: float) -> Traffic:
@@ -127,7 +121,23 @@ def plan_traffic(
             f"{len(trace)} requests at {rate:g}/s take {len(trace) / rate:,.0f} s, and {run_s:g} s were aimed at: "
             "take fewer requests, raise the rate, or give a length scale"
         )
-    limits = setting.limits
+    return _fitted(trace, setting.limits, planned, run_s)
+
+
+def _check_asked(
+    trace: Trace, rate: float | None, load: float, length_scale: float | None, fit: bool
+) -> None:
+    for name, value in (("rate", rate), ("load", load), ("length_scale", length_scale)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    if fit and length_scale is not None:
+        raise ValueError(f"both length_scale {length_scale} and fit are given; give one of them")
+    if not len(trace):
+        raise ValueError("the trace is empty: there is nothing to replay")
+
+
+def _fitted(trace: Trace, limits: Limits, planned: Callable[[float], Traffic], run_s: float) -> Traffic:
+    """The traffic of the largest length scale that fits model and time, found by bisection."""
     total = int((trace.num_prompt_tokens + trace.num_output_tokens).max())
     room = min(limits.max_model_len, limits.num_slots)
     largest = usable_scale(trace, min(1.0, (room - 2) / total), limits.block_size)

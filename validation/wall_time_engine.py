@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedserve.engine.engine import Engine
 from pagedserve.engine.keys import PrefixKeys
+from pagedserve.engine.layout import sampled_by
 from pagedserve.engine.loop import LoopObserver
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.runners import RunnerFacts
@@ -32,7 +33,8 @@ class WallTimeRunner:
         self._num_extrapolated = wall.cost.num_extrapolated
         self._newcomers: dict[int, SequenceState] = {}
         self._sequences: dict[int, SequenceState] = {}
-        self._launched: deque[StepPlan] = deque()
+        # Steps with the sequences that they are about, which may have departed when they are waited for.
+        self._launched: deque[tuple[StepPlan, tuple[int, ...], dict[int, SequenceState]]] = deque()
 
     @property
     def facts(self) -> RunnerFacts:
@@ -68,6 +70,10 @@ class WallTimeRunner:
     def close(self) -> None:
         """Nothing runs beside the engine."""
 
+    def can_launch_ahead(self, plan: StepPlan) -> bool:
+        """See `pagedserve.engine.loop.Runner.can_launch_ahead`: always, as no token depends on another."""
+        return True
+
     def launch(self, plan: StepPlan) -> None:
         """See `pagedserve.engine.loop.Runner.launch`; returns when the modelled host would have launched it."""
         for request in plan.departed:
@@ -75,21 +81,21 @@ class WallTimeRunner:
             self.filler.forget(request)
         for request in plan.new_requests:
             self._sequences[request.id] = self._newcomers.pop(request.id)
-        self._launched.append(plan)
+        sampled = sampled_by(plan)
+        concerned = {*sampled, *(request for request, _ in plan.filled)}
+        self._launched.append((plan, sampled, {request: self._sequences[request] for request in concerned}))
         self.wall.launch(plan.shape)
 
     def wait(self) -> Sequence[Outcome]:
         """See `pagedserve.engine.loop.Runner.wait`."""
-        plan = self._launched.popleft()
-        sampled = (*(chunk.request for chunk in plan.chunks if chunk.samples), *plan.decodes)
+        plan, sampled, sequences = self._launched.popleft()
         # The tokens are made while the step runs: their work is hidden in its time.
-        self.events = [self._event(request) for request in sampled if not self._sequences[request].ended]
-        outcomes = outcomes_of(sampled, self.events, filled_keys(plan, self._sequences, self.keys))
+        self.events = [self._event(sequences[r]) for r in sampled if not sequences[r].ended]
+        outcomes = outcomes_of(sampled, self.events, filled_keys(plan, sequences, self.keys))
         self.wall.wait()
         return outcomes
 
-    def _event(self, request: int) -> TokenEvent:
-        sequence = self._sequences[request]
+    def _event(self, sequence: SequenceState) -> TokenEvent:
         token_id = self.filler.next_token(sequence)
         sequence.token_ids.append(token_id)
         return token_event(sequence, token_id)

@@ -12,7 +12,7 @@ from pagedserve.engine.model.load import ModelOutline
 from pagedserve.engine.model.tokenizer import load_tokenizer
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import Limits, Policy
-from pagedserve.simulator.cost import CostModel
+from pagedserve.simulator.cost import CostModel, check_priced
 from pagedserve.simulator.geometry import ModelGeometry
 from pagedserve.simulator.wall_time import WallClock, WallTimeState
 from pagedserve.traces.lengths import LengthDist
@@ -36,6 +36,7 @@ class WallTimeLLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         block_size: int = 16,
+        num_cpu_blocks: int = 0,
         overlap_depth: int = 0,
         lengths: LengthDist | None = None,
         seed: int | None = None,
@@ -54,7 +55,9 @@ class WallTimeLLM:
             max_model_len=max_model_len or min(num_positions, DEFAULT_MAX_MODEL_LEN),
             block_size=block_size,
             num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
         )
+        check_priced(cost, policy, limits)
         self.tokenizer = load_tokenizer(outline.files)
         self.wall = WallTimeState(cost, clock)
         self.engine: Engine[WallTimeRunner] = wall_time_engine(
@@ -70,6 +73,7 @@ class WallTimeLLM:
         self.decisions = (
             f"simulated engine: no weights, filler tokens, steps in real time; outputs {drawn}",
             *sources,
+            *([f"{num_cpu_blocks} KV blocks in host memory"] if num_cpu_blocks else []),
             f"max_model_len {limits.max_model_len}",
         )
 

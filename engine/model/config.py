@@ -124,12 +124,23 @@ def _model_type(values: Mapping[str, Any]) -> str:
     )
 
 
+def _is_of_cache_alone(quantization: object) -> bool:
+    """Only the KV cache was calibrated for eight bits, a scale a tensor (llm-compressor): the weights are whole."""
+    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if quantization.get("quant_method") != "compressed-tensors" or not isinstance(scheme, Mapping):
+        return False
+    asked = (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor"))
+    return asked == (8, "float", "tensor") and not scheme.get("dynamic")
+
+
 def _refuse_options(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"unsupported activation {activation!r}. Supported: {', '.join(_ACTIVATIONS)}")
     quantization = values.get("quantization_config")
-    if quantization:
+    if quantization and not _is_of_cache_alone(quantization):
         method = (
             quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         )

@@ -17,14 +17,10 @@ from pagedserve.kernels.silu_multiply import silu_multiply
 
 @dataclass(frozen=True, slots=True)
 class KernelOperations:
-    """See `Operations`. On CUDA devices, or any under Triton's interpreter.
-
-    scales: of keys and of values, in a cache of bytes.
-    """
+    """See `Operations`. On CUDA devices, or any under Triton's interpreter."""
 
     rotary: RotaryTable
     eps: float
-    scales: tuple[float, float] = (1.0, 1.0)
 
     def prepare(self, batch: ForwardBatch, kv: KVCache) -> ForwardBatch:
         return batch
@@ -50,5 +46,5 @@ class KernelOperations:
             kv.layer(index),
             norms,
             self.eps,
-            self.scales,
+            kv.scales[index],
         )

@@ -18,6 +18,7 @@ import torch
 from pagedserve.engine.model.batch import ForwardBatch
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.kv_dtype import choose_kv_dtype
+from pagedserve.engine.model.kv_scales import KVScales, no_scales, read_scales
 from pagedserve.engine.model.layers import Linear
 from pagedserve.engine.model.operations import HeadNorms, make_operations
 from pagedserve.engine.model.rope import RotaryTable, inverse_frequencies
@@ -60,6 +61,7 @@ class Model:
         "final_norm",
         "head",
         "kv_dtype",
+        "kv_scales",
         "layers",
         "local",
         "max_model_len",
@@ -85,7 +87,7 @@ class Model:
         ``config`` and ``source`` are the whole model's; ``shard``: read only this rank's part, the sizes of which
         are ``local``, and whose sums and logits ``communicator`` joins. ``max_model_len`` bounds positions
         (default: the config's ``max_position_embeddings``). ``kv_cache_dtype``: auto, as ``dtype``, or fp8, e4m3
-        with scales of 1 (half the memory of bfloat16, and keys and values to 3 bits of mantissa). Raises
+        by ``kv_scales`` (half the memory of bfloat16, and keys and values to 3 bits of mantissa). Raises
         ``WeightsError`` for a missing, unexpected or wrongly shaped tensor, ``ValueError`` for an unknown backend,
         more positions than the config has, or a cache that the backend cannot read.
         """
@@ -96,6 +98,7 @@ class Model:
             )
         check_tensors(config, source)
         self.config = self.local = config
+        whole = source
         if shard is not None:
             self.local, source = shard_config(config, shard), ShardedSource(source, config, shard)
         self.communicator = communicator
@@ -107,6 +110,9 @@ class Model:
             make_attention(attention, spec, self.device) if isinstance(attention, str) else attention
         )
         self.kv_dtype = choose_kv_dtype(kv_cache_dtype, self.attention.name, dtype)
+        self.kv_scales: KVScales = (
+            read_scales(whole, config.num_layers) if self.has_byte_cache else no_scales(config.num_layers)
+        )
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         rotary = RotaryTable(frequencies, self.max_model_len, self.device)
         self.operations = make_operations(self.attention.name, rotary, config.rms_norm_eps)
@@ -146,17 +152,23 @@ class Model:
             down=self._linear(source, prefix + "mlp.", ("down_proj",), bias=config.mlp_bias),
         )
 
-    def make_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a KV cache that fits this model, on its device and in its cache's dtype."""
-        config = self.local
+    @property
+    def has_byte_cache(self) -> bool:
+        """Its caches hold e4m3, which has scales."""
+        return self.kv_dtype == torch.uint8
+
+    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVCache:
+        """Allocate a KV cache that fits this model, on its device; ``dtype``: not its cache's own, but this."""
+        config, dtype = self.local, dtype or self.kv_dtype
         return KVCache(
             config.num_layers,
             num_blocks,
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            self.kv_dtype,
+            dtype,
             self.device,
+            self.kv_scales.by_layer if dtype == torch.uint8 else None,
         )
 
     def make_runner(
@@ -188,7 +200,7 @@ class Model:
             normed = operations.norm(hidden, layer.input_norm, delta)
             projected = layer.qkv(normed).view(batch.num_tokens, -1, self.config.head_dim)
             query = operations.rotate_and_write(projected, layer.head_norms, kv, index, shared)
-            mixed = attention.attend(query, kv.layer(index), attended)
+            mixed = attention.attend(query, kv.layer(index), attended, kv.scales[index])
             delta = communicator.sum(layer.output(mixed.view(batch.num_tokens, -1)))
             normed = operations.norm(hidden, layer.mlp_norm, delta)
             delta = communicator.sum(layer.down(operations.gate(layer.gate_up(normed))))

@@ -16,6 +16,7 @@ import torch
 
 from pagedserve.engine.model.config import ModelConfig
 from pagedserve.engine.model.errors import WeightsError
+from pagedserve.engine.model.kv_scales import scale_names
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
@@ -67,9 +68,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(config: ModelConfig, source: TensorSource) -> None:
     """Raise ``WeightsError`` naming tensors that are missing, unexpected or of another shape than expected.
 
-    A tied ``lm_head.weight`` and stored rotary frequencies are redundant and allowed.
+    A tied ``lm_head.weight`` and stored rotary frequencies are redundant and allowed; scales of an eight-bit KV cache
+    are read where there is one.
     """
     expected, found = expected_shapes(config), source.shapes()
+    allowed = expected.keys() | {"lm_head.weight"} | scale_names(config.num_layers)
     problems = [
         f"{name} has shape {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -79,7 +82,7 @@ def check_tensors(config: ModelConfig, source: TensorSource) -> None:
     problems += [
         f"unexpected {name} {list(shape)}"
         for name, shape in found.items()
-        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+        if name not in allowed and not name.endswith("rotary_emb.inv_freq")
     ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""

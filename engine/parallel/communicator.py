@@ -27,6 +27,14 @@ class Communicator(Protocol):
         """[R, V / N] of every rank, side by side: [R, V], on rank 0; the others get their own back."""
         ...
 
+    def share(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rank 0's int64 [R] on every rank, in place of what the others have there."""
+        ...
+
+    def all(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, of one shape, in order: [N, ...], on every rank."""
+        ...
+
 
 class Alone:
     """One rank: there is nothing to say."""
@@ -42,6 +50,14 @@ class Alone:
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Communicator.gather`."""
         return logits
+
+    def share(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.share`."""
+        return token_ids
+
+    def all(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all`."""
+        return own.unsqueeze(0)
 
 
 ALONE = Alone()
@@ -74,3 +90,15 @@ class GroupCommunicator:
         parts = [torch.empty_like(logits) for _ in range(self.shard.size)] if is_first else None
         dist.gather(logits, parts, dst=0, group=self.group)
         return torch.cat(parts, dim=-1) if parts is not None else logits
+
+    def share(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.share`."""
+        dist.broadcast(token_ids, 0, group=self.group)
+        return token_ids
+
+    def all(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all`."""
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.shard.size)]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.stack(parts)

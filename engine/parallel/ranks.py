@@ -1,13 +1,16 @@
-"""The other ranks of a model, as the runner of rank 0 sees them: they follow its plans and are told its tokens."""
+"""The other ranks of a model, as the runner of rank 0 sees them: they follow its plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagedserve.engine.prompt_logprobs import PromptRows
 from pagedserve.policy import Limits, Request, StepPlan
+
+if TYPE_CHECKING:
+    from pagedserve.engine.sequences import Mirrored
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +31,41 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Run the largest step that these limits allow, along with rank 0, which measures it."""
+    """Run the largest step that these limits allow, and tell rank 0 what it takes of the own device."""
 
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step to compute: the same delta that rank 0 has, and the rows whose logits rank 0 asks for."""
+class Calibrate:
+    """Compute these prompts to measure the scales of an eight-bit KV cache."""
 
-    plan: StepPlan
-    newcomers: tuple[Newcomer, ...]
-    prompts: tuple[PromptRows, ...]
+    prompts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """What rank 0 sampled in the oldest step that was not told of: (request, token id)."""
+class Resumed:
+    """A request that the plan seats again after a preemption, with the output tokens that it has."""
 
-    chosen: tuple[tuple[int, int], ...]
+    request: int
+    output_ids: tuple[int, ...]
 
 
-Message = Begin | Largest | Step | Tokens
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to compute: the same delta that rank 0 has, and the rows whose logits rank 0 asks for.
+
+    What is sampled comes within the step, from device to device, and stays there: only a request that was
+    preempted is computed again from tokens of its output, and brings them.
+    """
+
+    plan: StepPlan
+    newcomers: tuple[Newcomer, ...]
+    resumed: tuple[Resumed, ...]
+    prompts: tuple[PromptRows, ...]
+
+
+Message = Begin | Calibrate | Largest | Step
 
 
 class Ranks(Protocol):
@@ -89,3 +105,9 @@ def newcomers_of(plan: StepPlan, prompts: Sequence[Sequence[int]]) -> tuple[Newc
     return tuple(
         Newcomer(request, tuple(ids)) for request, ids in zip(plan.new_requests, prompts, strict=True)
     )
+
+
+def resumed_of(seated: Sequence[Mirrored]) -> tuple[Resumed, ...]:
+    """Of sequences that a plan seats, those that have output."""
+    known = ((s.request, s.token_ids[s.request.num_prompt_tokens :]) for s in seated)
+    return tuple(Resumed(request.id, tuple(ids)) for request, ids in known if ids)

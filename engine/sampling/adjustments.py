@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedserve.engine.packing import send
 from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.sampling.grammar import WORD_BITS, GrammarState, num_words
 from pagedserve.engine.sampling.groups import row_groups
@@ -40,7 +41,8 @@ class Adjustments:
         if self.masks is not None:
             _mask(logits, *self.masks)
         if self.suppressed is not None:
-            logits[self.suppressed] = -inf
+            # An assigned number would be copied to a GPU, and waited for.
+            logits.index_put_(self.suppressed, logits.new_full((1,), -inf))
         if self.bias is not None:
             rows, ids, values = self.bias
             logits[rows, ids] += values
@@ -76,6 +78,8 @@ class AdjustmentTable:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
         self._requests: dict[int, _RequestState] = {}
+        self.told_by_tokens: set[int] = set()
+        """Requests whose changes follow from all of their output: those with a grammar or with penalties."""
 
     def add(
         self,
@@ -101,12 +105,15 @@ class AdjustmentTable:
         if params.allowed_token_ids is not None:
             state.allowed = _words_of(params.allowed_token_ids, self.vocab_size)
         state.grammar = grammar
+        if grammar is not None or state.counts is not None:
+            self.told_by_tokens.add(request)
         if state.suppressed_ids or state.bias_ids or state.counts or grammar or state.allowed is not None:
             self._requests[request] = state
 
     def remove(self, request: int) -> None:
         """Forget a request, if it was taken in."""
         self._requests.pop(request, None)
+        self.told_by_tokens.discard(request)
 
     def append(self, request: int, token_id: int) -> None:
         """A request's output grows."""
@@ -114,7 +121,7 @@ class AdjustmentTable:
         if state is not None and state.counts is not None:
             state.counts.append(token_id)
 
-    def select(self, requests: Sequence[int], positions: Sequence[int]) -> Adjustments | None:
+    def select(self, requests: Sequence[int], positions: Sequence[int] | np.ndarray) -> Adjustments | None:
         """For the batch whose rows belong to ``requests``; see `SamplingRows.select`."""
         if not self._requests:
             return None
@@ -132,13 +139,11 @@ class AdjustmentTable:
             if position < state.first_stoppable
             for token_id in state.suppressed_ids
         ]
-        biased = [(row, token_id) for row, state, _ in found for token_id in state.bias_ids]
-        added = [value for _, state, _ in found for value in state.bias_values]
         counted = [(row, state.counts) for row, state, _ in found if state.counts and len(state.counts.ids)]
         return Adjustments(
             masks=masks,
             suppressed=self._pairs(suppressed) if suppressed else None,
-            bias=(*self._pairs(biased), self._floats(added)) if biased else None,
+            bias=self._bias(found),
             penalties=penalties_of(
                 [row for row, _ in counted], [counts for _, counts in counted], self.device
             )
@@ -146,6 +151,14 @@ class AdjustmentTable:
             else None,
             failures=failures,
         )
+
+    def _bias(self, found: list[tuple[int, _RequestState, int]]) -> tuple[Tensor, Tensor, Tensor] | None:
+        biased = [(row, token_id) for row, state, _ in found for token_id in state.bias_ids]
+        if not biased:
+            return None
+        values = np.array([value for _, state, _ in found for value in state.bias_values], dtype=np.float32)
+        rows, ids, added = send([*np.array(biased, dtype=np.int64).T, values], self.device)
+        return rows, ids, added
 
     def _masks(
         self, found: list[tuple[int, _RequestState]]
@@ -161,15 +174,12 @@ class AdjustmentTable:
                 failures[row] = failure
             if state.allowed is not None:
                 own[:] = own & state.allowed if state.grammar else state.allowed
-        rows = torch.tensor([row for row, _ in masked], dtype=torch.int64)
-        return (rows.to(self.device), torch.from_numpy(words).to(self.device, non_blocking=True)), failures
+        rows, sent = send([np.array([row for row, _ in masked], dtype=np.int64), words], self.device)
+        return (rows, sent), failures
 
     def _pairs(self, entries: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        rows, ids = np.array(entries, dtype=np.int64).T.copy()
-        return torch.from_numpy(rows).to(self.device), torch.from_numpy(ids).to(self.device)
-
-    def _floats(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self.device)
+        rows, ids = send([*np.array(entries, dtype=np.int64).T], self.device)
+        return rows, ids
 
 
 def _words_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

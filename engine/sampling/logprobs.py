@@ -5,7 +5,7 @@ comes from an exact integer sum, so a logprob does not depend on the batch eithe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,17 @@ class LogprobBatch:
     ranks: Tensor
     top_ids: Tensor
     top: Tensor
+
+    @staticmethod
+    def joined(batches: "Sequence[LogprobBatch]") -> "LogprobBatch":
+        """One after the other; at least one, and all with the same number of likeliest tokens."""
+        columns = ((b.token_ids, b.chosen, b.ranks, b.top_ids, b.top) for b in batches)
+        return LogprobBatch(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+    def copied(self, take: Callable[[Tensor], Tensor]) -> "LogprobBatch":
+        """The same, with what ``take`` makes of each tensor."""
+        columns = (self.token_ids, self.chosen, self.ranks, self.top_ids, self.top)
+        return LogprobBatch(*map(take, columns))
 
     def positions(self, num_top: Sequence[int]) -> list[PositionLogprobs]:
         """On the host, row i with its num_top[i] most likely tokens; waits for the device."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedserve.engine.packing import send
 from pagedserve.engine.params import SamplingParams
 
 INITIAL_CAPACITY = 64
@@ -87,15 +88,16 @@ def penalties_of(rows: Sequence[int], states: Sequence[TokenCountsState], device
     """For the batch's ``rows``, whose sequences have these states; at least one."""
     lengths = [len(state.ids) for state in states]
 
-    def spread(name: str) -> Tensor:
+    def spread(name: str) -> np.ndarray:
         values = np.array([getattr(state.params, name) for state in states], dtype=np.float32)
-        return torch.from_numpy(np.repeat(values, lengths)).to(device, non_blocking=True)
+        return np.repeat(values, lengths)
 
-    return Penalties(
-        rows=torch.from_numpy(np.repeat(np.array(rows, dtype=np.int64), lengths)).to(device),
-        ids=torch.from_numpy(np.concatenate([state.ids for state in states])).to(device),
-        counts=torch.from_numpy(np.concatenate([state.counts for state in states])).to(device),
-        repetition=spread("repetition_penalty"),
-        frequency=spread("frequency_penalty"),
-        presence=spread("presence_penalty"),
+    arrays = (
+        np.repeat(np.array(rows, dtype=np.int64), lengths),
+        np.concatenate([state.ids for state in states]),
+        np.concatenate([state.counts for state in states]),
+        spread("repetition_penalty"),
+        spread("frequency_penalty"),
+        spread("presence_penalty"),
     )
+    return Penalties(*send(arrays, device))

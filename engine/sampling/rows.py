@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedserve.engine.packing import send
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.sampling.adjustments import Adjustments, AdjustmentTable
 from pagedserve.engine.sampling.fixed_point import SCALE_BITS
@@ -41,7 +42,8 @@ class SamplingLayout:
     temperature: float32 [S]. top_p: float64 [S]. top_k: int64 [S], the vocabulary size for off.
     min_weight: int64 [S], min_p as a share of the largest fixed-point weight.
     largest_k: the largest top_k that is not off; 0 for none.
-    logprob_rows: int64 [L], rows of the batch whose logprobs are wanted, num_top_logprobs of the others each.
+    logprob_rows: int64 [L], rows of the batch whose logprobs are wanted, num_top_logprobs of the others each;
+    logprob_requests: whose rows these are.
     """
 
     requests: tuple[int, ...]
@@ -55,6 +57,7 @@ class SamplingLayout:
     largest_k: int
     has_min_p: bool
     logprob_rows: Tensor
+    logprob_requests: tuple[int, ...]
     num_top_logprobs: tuple[int, ...]
 
 
@@ -82,6 +85,7 @@ class SamplingRows:
         self._free_slots = list(range(INITIAL_CAPACITY))
         self._adjustments = AdjustmentTable(vocab_size, self.device)
         self._layout: SamplingLayout | None = None
+        self._no_words = torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -135,13 +139,18 @@ class SamplingRows:
         """A request's output grows; penalties depend on it."""
         self._adjustments.append(request, token_id)
 
+    @property
+    def told_by_tokens(self) -> set[int]:
+        """Requests whose next token can be sampled only when all before were told by `append`."""
+        return self._adjustments.told_by_tokens
+
     def remove(self, request: int) -> None:
         """Forget a finished or aborted request."""
         self._free_slots.append(self._slots.pop(request))
         self._adjustments.remove(request)
         self._layout = None
 
-    def select(self, requests: tuple[int, ...], positions: Sequence[int]) -> SamplingBatch:
+    def select(self, requests: tuple[int, ...], positions: Sequence[int] | np.ndarray) -> SamplingBatch:
         """The batch whose logits rows belong to `requests`, in that order.
 
         positions[i] is the index in its sequence of the token to be chosen: the number of tokens before it,
@@ -155,35 +164,35 @@ class SamplingRows:
         where = np.asarray(positions, dtype=np.int64)
         order = _random_rows(rows)
         random = rows[order]
-        words = np.zeros(0, dtype=np.int64)
+        words = self._no_words
         if len(random):
-            words = noise_words(random["seed"], where[order], random["sample_index"])
+            (words,) = send([noise_words(random["seed"], where[order], random["sample_index"])], self.device)
         adjustments = self._adjustments.select(requests, positions)
-        return SamplingBatch(self.vocab_size, layout, self._to_device(words), adjustments)
+        return SamplingBatch(self.vocab_size, layout, words, adjustments)
 
     def _make_layout(self, requests: tuple[int, ...], rows: np.ndarray) -> SamplingLayout:
         order = _random_rows(rows)
         random = rows[order]
         logprob_rows = np.flatnonzero(rows["wants_logprobs"])
         has_top_k = random["filter"] == FILTER_TOP_K
+        min_weight = np.ceil(random["min_p"] * 2.0**SCALE_BITS).astype(np.int64)
+        arrays = (order, random["temperature"], min_weight, random["top_k"], random["top_p"], logprob_rows)
+        random_rows, temperature, min_weight, top_k, top_p, wanted = send(arrays, self.device)
         return SamplingLayout(
             requests=requests,
-            random_rows=self._to_device(order),
-            temperature=self._to_device(random["temperature"]),
-            min_weight=self._to_device(np.ceil(random["min_p"] * 2.0**SCALE_BITS).astype(np.int64)),
-            top_k=self._to_device(random["top_k"]),
-            top_p=self._to_device(random["top_p"]),
+            random_rows=random_rows,
+            temperature=temperature,
+            min_weight=min_weight,
+            top_k=top_k,
+            top_p=top_p,
             num_top_k=int(has_top_k.sum()),
             num_nucleus=int((random["filter"] == FILTER_NUCLEUS).sum()),
             largest_k=int(random["top_k"][has_top_k].max(initial=0)),
             has_min_p=bool((random["min_p"] > 0).any()),
-            logprob_rows=self._to_device(logprob_rows),
+            logprob_rows=wanted,
+            logprob_requests=tuple([requests[row] for row in logprob_rows]),
             num_top_logprobs=tuple(rows["num_top_logprobs"][logprob_rows].tolist()),
         )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        # A field of the table keeps the table's stride, which torch refuses; a C-ordered copy does not.
-        return torch.from_numpy(array.copy(order="C")).to(self.device, non_blocking=True)
 
 
 def _filter_of(params: SamplingParams, has_top_k: bool) -> int:

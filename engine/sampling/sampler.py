@@ -10,7 +10,7 @@ in any batch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from math import inf, isnan
@@ -34,7 +34,7 @@ class NothingAllowed(SamplingError):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One step's choices, on the device. tokens: int64 [R]. peaks: float32 [R], each row's largest logit.
+    """One step's choices, on the device until `copied`. tokens: int64 [R]. peaks: float32 [R], the largest logits.
 
     A row whose peak is not finite (NaN, +inf, or -inf where every token was masked) has no valid token:
     `errors` must be asked before the tokens are used. failures: by row, what its grammar says of it.
@@ -64,8 +64,12 @@ class SampledTokens:
         if self.logprob_batch is None:
             return {}
         positions = self.logprob_batch.positions(self.layout.num_top_logprobs)
-        requests = (self.layout.requests[row] for row in self.layout.logprob_rows.tolist())
-        return dict(zip(requests, positions, strict=True))
+        return dict(zip(self.layout.logprob_requests, positions, strict=True))
+
+    def copied(self, take: Callable[[Tensor], Tensor]) -> "SampledTokens":
+        """The same, with what ``take`` makes of each tensor that `errors` and `logprobs` read."""
+        logprob_batch = None if self.logprob_batch is None else self.logprob_batch.copied(take)
+        return replace(self, tokens=take(self.tokens), peaks=take(self.peaks), logprob_batch=logprob_batch)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:

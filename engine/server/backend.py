@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.server.engine_view import EngineView, GlimpseState, glimpse
 from pagedserve.engine.server.observer import EngineCountsState, EngineObserver
+from pagedserve.engine.structured_outputs import StructuredOutputs
 from pagedserve.policy import Limits
 from pagedserve.policy.spec import PARTS, Policy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class BackendStats:
     num_cached_blocks: int
     num_free_blocks: int
     num_wasted_slots: int
+    num_swapped: int
+    """Of the waiting, those whose KV lies in host memory."""
+    num_used_cpu_blocks: int
+    """Blocks of host memory that hold KV of preempted sequences."""
     counts: EngineCountsState
 
     @property
@@ -97,6 +105,10 @@ class EngineBackend(Protocol):
 
     async def check(self, params: SamplingParams) -> None:
         """Raise ValueError for what cannot be honoured, before a request counts as accepted."""
+        ...
+
+    async def warm_up(self) -> None:
+        """Make what a first request would wait for, with all others, before connections are taken."""
         ...
 
     def abort(self, request: int, reason: str = "abort") -> None:
@@ -174,6 +186,16 @@ class ThreadBackend:
         else:
             await asyncio.to_thread(self._served.engine.check, params)
 
+    async def warm_up(self) -> None:
+        """See `EngineBackend.warm_up`: the table of all tokens by which forms of output are followed.
+
+        Making it keeps the interpreter's lock for a tenth of a second and more at a time, also in a thread.
+        """
+        try:
+            await self.check(SamplingParams(structured_outputs=StructuredOutputs(json_object=True)))
+        except ValueError as error:  # a model without an end, or no model: clients that ask are told
+            logger.info("no structured outputs: %s", error)
+
     def abort(self, request: int, reason: str = "abort") -> None:
         """See `EngineBackend.abort`."""
         self._served.abort(request, reason)
@@ -183,9 +205,10 @@ class ThreadBackend:
         scheduler = self._served.engine.scheduler
         free, cached = scheduler.allocator.num_free_blocks, scheduler.allocator.num_cached_blocks
         # The list is made in one piece, whatever the engine's thread does.
-        running, waiting = Counter[str](), Counter[str]()
+        running, waiting, num_swapped = Counter[str](), Counter[str](), 0
         for state in list(scheduler.states.values()):
             (running if state.queue_ticket is None else waiting)[state.request.tenant] += 1
+            num_swapped += bool(state.host_blocks)
         return BackendStats(
             running=running,
             waiting=waiting,
@@ -193,6 +216,8 @@ class ThreadBackend:
             num_cached_blocks=cached,
             num_free_blocks=max(0, free - cached),
             num_wasted_slots=max(0, scheduler.num_wasted_slots),
+            num_swapped=num_swapped,
+            num_used_cpu_blocks=scheduler.host.num_used_blocks,
             counts=self._observer.counts,
         )
 

@@ -179,6 +179,8 @@ def _totals(counts: EngineCountsState) -> dict[str, float]:
         "hit_tokens": counts.num_prefix_hit_tokens,
         "preemptions": counts.num_preemptions,
         "recomputed_tokens": counts.num_recomputed_tokens,
+        "blocks_swapped_out": counts.num_blocks_swapped_out,
+        "blocks_swapped_in": counts.num_blocks_swapped_in,
         "discarded_tokens": counts.num_discarded_tokens,
         "gap_s": counts.device.gap.total,
         "gaps": counts.device.gap.count,

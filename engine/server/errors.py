@@ -60,6 +60,15 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def engine_dead(status: int) -> ApiError:
+    """The engine has stopped. Why is for its operator, in the log: what devices and libraries say helps no client."""
+    return ApiError(
+        status,
+        "the engine has stopped and the server is going down; send the request to another, or retry later",
+        code="engine_dead",
+    )
+
+
 def shown(value: Any) -> str:
     """A value of a client, short enough for a message."""
     text = repr(value)

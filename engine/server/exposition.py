@@ -61,6 +61,14 @@ class _ServerCollector(Collector):
             "pagedserve:kv_blocks_used": (stats.num_used_blocks, "KV blocks that belong to sequences."),
             "pagedserve:kv_blocks_cached": (stats.num_cached_blocks, "Free KV blocks that may be hit."),
             "pagedserve:kv_blocks_free": (stats.num_free_blocks, "Free KV blocks without content."),
+            "pagedserve:requests_swapped": (
+                stats.num_swapped,
+                "Of the waiting, those with KV in host memory.",
+            ),
+            "pagedserve:cpu_kv_blocks_used": (
+                stats.num_used_cpu_blocks,
+                "Blocks of host memory that hold KV of preempted sequences.",
+            ),
             "pagedserve:kv_wasted_slots": (stats.num_wasted_slots, "Slots of used blocks without a token."),
             "pagedserve:queued_requests": (
                 admission.num_reqs,
@@ -97,6 +105,14 @@ class _ServerCollector(Collector):
             "pagedserve:recomputed_tokens": (
                 counts.num_recomputed_tokens,
                 "Computed again after preemption.",
+            ),
+            "pagedserve:kv_blocks_swapped_out": (
+                counts.num_blocks_swapped_out,
+                "KV blocks copied to host memory at preemptions.",
+            ),
+            "pagedserve:kv_blocks_swapped_in": (
+                counts.num_blocks_swapped_in,
+                "KV blocks copied back from host memory.",
             ),
             "pagedserve:discarded_tokens": (
                 counts.num_discarded_tokens,
@@ -181,6 +197,7 @@ class _ServerCollector(Collector):
         config = {
             "block_size": str(facts.limits.block_size),
             "num_gpu_blocks": str(facts.limits.num_blocks),
+            "num_cpu_blocks": str(facts.limits.num_cpu_blocks),
             "enable_prefix_caching": str(facts.caches_prefixes),
         }
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV pool.", labels=[*self._labels, *config])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pagedserve.engine.server.errors import bad_request
@@ -45,7 +46,13 @@ def form_of(request: GenerationRequest) -> tuple[str, StructuredOutputs] | None:
     try:
         return name, StructuredOutputs(**form)
     except ValueError as error:
-        raise bad_request(str(error), name) from error
+        raise bad_request(told_of(name, str(error)), name) from error
+
+
+def told_of(name: str, message: str) -> str:
+    """What the engine says of a form, in terms of the parameter that asked for it."""
+    own = "structured_outputs"
+    return message if name == own else re.sub(rf"\b{own}(\.\w+)?", name, message)
 
 
 def _given(form: dict[str, Any]) -> dict[str, Any]:

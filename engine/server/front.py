@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedserve.engine.server.admission import RETRY_AFTER_S, Admission
 from pagedserve.engine.server.backend import EngineBackend
-from pagedserve.engine.server.errors import ApiError, shown
+from pagedserve.engine.server.errors import ApiError, engine_dead, shown
 from pagedserve.engine.server.meter import FrontCountsState
 from pagedserve.engine.server.prompts import PromptCodec
 from pagedserve.engine.server.settings import ServerSettings
@@ -33,7 +33,7 @@ class FrontEnd:
     def closed_by(self) -> ApiError | None:
         """Why no new requests are taken: the server drains, or its engine has stopped; None: they are."""
         if self.backend.fault is not None:
-            return ApiError(503, f"{self.backend.fault}; the server is going down", code="engine_dead")
+            return engine_dead(503)
         if self._drained_by is None:
             return None
         left_s = math.ceil(self._drained_by - time.monotonic())

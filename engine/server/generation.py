@@ -12,7 +12,7 @@ from pagedserve.engine.engine import EngineDead
 from pagedserve.engine.outputs import Delta
 from pagedserve.engine.params import SamplingParams
 from pagedserve.engine.server.admission import Ticket
-from pagedserve.engine.server.errors import ApiError, bad_request
+from pagedserve.engine.server.errors import ApiError, bad_request, engine_dead
 from pagedserve.engine.server.front import FrontEnd
 from pagedserve.engine.server.meter import PromptMeter
 from pagedserve.engine.server.prompts import Encoded
@@ -161,7 +161,7 @@ class Generation:
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineDead):
-            return ApiError(500, str(error), code="engine_dead")
+            return engine_dead(500)
         if isinstance(error, ValueError):
             return named(error, self._wanted.form_name)
         return error

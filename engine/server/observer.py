@@ -42,6 +42,8 @@ class EngineCountsState:
     num_discarded_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_refused: int = 0
@@ -131,6 +133,8 @@ class EngineObserver:
         counts.num_steps += 1
         counts.iteration_tokens.observe(plan.shape.num_tokens)
         counts.num_recomputed_tokens += plan.num_recomputed_tokens
+        counts.num_blocks_swapped_out += plan.shape.num_blocks_swapped_out
+        counts.num_blocks_swapped_in += plan.shape.num_blocks_swapped_in
         if self._scheduler.policy.enable_prefix_caching:
             for request in plan.new_requests:
                 live = self._live.get(request.id)

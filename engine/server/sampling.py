@@ -9,7 +9,7 @@ from typing import Any
 from pagedserve.engine.params import SamplingParams, check_token_ids
 from pagedserve.engine.server.backend import BackendFacts, SubmitOptions
 from pagedserve.engine.server.errors import ApiError, bad_request
-from pagedserve.engine.server.forms import form_of
+from pagedserve.engine.server.forms import form_of, told_of
 from pagedserve.engine.server.schema import MAX_BIASES, ChatRequest, CompletionRequest, GenerationRequest
 from pagedserve.engine.server.settings import ServerSettings
 from pagedserve.engine.server.unsupported import refuse_extras
@@ -47,21 +47,29 @@ class Wanted:
     num_prompt_logprobs: int | None
     form_name: str | None
     """The parameter that asks for a form."""
+    limit_name: str = "max_tokens"
+    """The parameter that bounds the output."""
 
     def params(self, num_prompt_tokens: int, facts: BackendFacts) -> SamplingParams:
         """Sampling for a prompt of that length. `ApiError` 400 where the limits leave no room for it."""
         room = _room(num_prompt_tokens, facts)
         if self.max_tokens is not None and self.max_tokens > room:
             raise bad_request(
-                f"max_tokens is {self.max_tokens} and the prompt has {num_prompt_tokens} tokens; prompt and "
+                f"{self.limit_name} is {self.max_tokens} and the prompt has {num_prompt_tokens} tokens; prompt and "
                 f"output together may have {facts.limits.max_model_len}: ask for {room} or fewer",
-                "max_tokens",
+                self.limit_name,
                 "context_length_exceeded",
+            )
+        if self.fields["min_tokens"] > (self.max_tokens or room):
+            raise bad_request(
+                f"min_tokens is {self.fields['min_tokens']} and the prompt has {num_prompt_tokens} tokens, which "
+                f"leave room for {room}: lower the first or shorten the prompt",
+                "min_tokens",
             )
         try:
             return SamplingParams(**self.fields, max_tokens=self.max_tokens or room)
         except ValueError as error:
-            raise named(error) from error
+            raise named(error, self.form_name) from error
 
 
 def _room(num_prompt_tokens: int, facts: BackendFacts) -> int:
@@ -89,16 +97,16 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
     if options is not None and not request.stream:
         raise bad_request("stream_options are about streams and stream is not true; leave them out")
     num_samples = fields.get("n", 1)
-    if num_samples > settings.max_samples:
-        raise bad_request(f"n is {num_samples}; ask for {settings.max_samples} samples at most", "n")
+    if not 1 <= num_samples <= settings.max_samples:
+        raise bad_request(f"n is {num_samples}; ask for 1 to {settings.max_samples} samples", "n")
     echoes_only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
-    max_tokens = 1 if echoes_only else _max_tokens(request)
+    limit_name, max_tokens = ("max_tokens", 1) if echoes_only else _max_tokens(request)
     try:
-        # Everything that does not depend on the prompt; min_tokens is compared again when max_tokens is known.
+        # Everything that does not depend on the prompt.
         probe = SamplingParams(**fields, max_tokens=max_tokens or max(1, fields["min_tokens"]))
         probe.validate_for_vocab(facts.vocab_size)
     except ValueError as error:
-        raise named(error) from error
+        raise named(error, form_name) from error
     includes_usage = options is not None and bool(options.include_usage)
     return Wanted(
         fields=fields,
@@ -113,6 +121,7 @@ def wanted(request: GenerationRequest, settings: ServerSettings, facts: BackendF
         echoes_only=echoes_only,
         num_prompt_logprobs=request.prompt_logprobs,
         form_name=form_name,
+        limit_name=limit_name,
     )
 
 
@@ -129,7 +138,8 @@ def check_ids(prompts: Sequence[Any], facts: BackendFacts) -> None:
                 raise bad_request(str(error), "prompt") from error
 
 
-def _max_tokens(request: GenerationRequest) -> int | None:
+def _max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    """The parameter that bounds the output, and its value."""
     most, name = request.max_tokens, "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         if most is not None and most != request.max_completion_tokens:
@@ -143,7 +153,10 @@ def _max_tokens(request: GenerationRequest) -> int | None:
         most = DEFAULT_COMPLETION_TOKENS
     if most is not None and most < 1:
         raise bad_request(f"{name} is {most}; ask for at least one token", name)
-    return most
+    if most is not None and request.min_tokens > most:
+        told = f"min_tokens is {request.min_tokens}, above {name}, {most}: lower the first or raise the other"
+        raise bad_request(told, "min_tokens")
+    return name, most
 
 
 def _logprobs(request: GenerationRequest, settings: ServerSettings) -> int | None:
@@ -180,7 +193,6 @@ def _prompt_logprobs(
 
 def named(error: ValueError, form_name: str | None = None) -> ApiError:
     """The engine's refusal; its messages begin with the parameter's name. ``form_name``: what a form was asked by."""
-    first = str(error).split(" ", 1)[0].split("[", 1)[0].split(".", 1)[0]
-    if first == "structured_outputs" and form_name is not None:
-        return bad_request(str(error), form_name)
-    return bad_request(str(error), first if first in _TOLD else None)
+    message = str(error) if form_name is None else told_of(form_name, str(error))
+    first = message.split(" ", 1)[0].split("[", 1)[0].split(".", 1)[0]
+    return bad_request(message, first if first in (*_TOLD, form_name) else None)

@@ -84,6 +84,7 @@ async def serve(app: FastAPI, sock: socket.socket, tell: Teller, started: Callab
         timeout_graceful_shutdown=CLOSING_S,
     )
     server = _Uvicorn(config)
+    await front.backend.warm_up()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     watching = asyncio.create_task(front.watch_readers())
     try:

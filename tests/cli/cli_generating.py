@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cli_run import Ran, Run
+from cli_run import Ran, Run, bare_fields
 
 SMALL = ("--num-blocks", "64", "--dtype", "float32")
 GREEDY = ("--temperature", "0", "--ignore-eos", "--max-tokens", "8", *SMALL)
@@ -28,5 +28,6 @@ def assert_one_line(ran: Ran, *words: str) -> None:
     *before, last = ran.err.splitlines()
     assert last.startswith("Error: ")
     assert not any(line.startswith(("Error", "Traceback")) for line in before)
+    assert not bare_fields(last)
     for word in words:
         assert word in last

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
+from pagedserve.cli.flags import flags_of
 from pagedserve.cli.main import app
+from pagedserve.cli.policy_options import SETTINGS
+from pagedserve.cli.traces import traces
 
 SMALL = (
     "--trace",
@@ -48,6 +52,28 @@ def runner(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def commands() -> dict[str, dict[str, str]]:
+    """Every command, and the flags of its options by their fields' names."""
+    found = {
+        str(each.name): each.callback for each in (*app.registered_commands, *traces.registered_commands)
+    }
+    return {
+        name: flags_of(callback.__annotations__) for name, callback in found.items() if callback is not None
+    }
+
+
+def bare_fields(text: str) -> list[str]:
+    """Names of options as Python writes them, but those that are also written so elsewhere.
+
+    A policy's settings are, after --set, and what a model's config says.
+    """
+    fields = {field for flags in commands().values() for field in flags if "_" in field}
+    fields -= {*SETTINGS, "vocab_size"}
+    return [
+        word for word in re.findall(r"(?<![\w./'\"-])[a-z]+(?:_[a-z]+)+(?![\w/'\"-])", text) if word in fields
+    ]
+
+
 def assert_refused(ran: Ran, *words: object) -> None:
     """Exit code 2, nothing on stdout, and one line on stderr that holds the words."""
     assert ran.code == 2, ran
@@ -55,5 +81,6 @@ def assert_refused(ran: Ran, *words: object) -> None:
     assert ran.err.startswith("Error: ")
     assert ran.err.count("\n") == 1
     assert ran.err.endswith("\n")
+    assert not bare_fields(ran.err)
     for word in words:
         assert str(word) in ran.err, ran.err

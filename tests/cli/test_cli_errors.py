@@ -40,11 +40,11 @@ BAD_SIMULATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown allocator": ((*TRACE, "--policy", "mixed,allocator=slab"), ("'slab'", "contiguous_max")),
     "contiguous with prefix caching": (
         (*TRACE, "--policy", "mixed,allocator=contiguous_max", "--enable-prefix-caching"),
-        ("ContiguousMax", "turn enable_prefix_caching off"),
+        ("ContiguousMax", "turn --enable-prefix-caching off"),
     ),
     "contiguous in a small pool": (
         (*TRACE, "--policy", "mixed,allocator=contiguous_max", "--num-blocks", "100"),
-        ("32768", "1600", "raise num_blocks"),
+        ("32768", "1600", "raise --num-blocks"),
     ),
     "unknown device": ((*TRACE, "--device", "tpu"), ("'tpu'", "h200-sxm")),
     "unknown model": ((*TRACE, "--model", "gpt-9"), ("'gpt-9'", "Llama-3.1-8B", "config.json")),
@@ -68,7 +68,7 @@ BAD_SIMULATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "beyond an hour": ((*TRACE, "--host-gap-us", "1e12"), ("3,600,000,000",)),
     "more requests than tokens": (
         (*TRACE, "--max-num-seqs", "9000"),
-        ("9000", "8192", "raise the token budget"),
+        ("--max-num-seqs 9000 exceeds --max-num-batched-tokens 8192", "raise the token budget"),
     ),
     "no room for an output": ((*TRACE, "--max-model-len", "1"), ("--max-model-len", "1", "at least 2")),
     "overlap depth": ((*TRACE, "--overlap-depth", "2"), ("--overlap-depth", "2", "0 to 1")),

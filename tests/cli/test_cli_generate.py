@@ -205,7 +205,7 @@ def test_limits_reach_the_engine(generate: Run) -> None:
     }
     args = [part for name, value in limits.items() for part in ("--" + name.replace("_", "-"), value)]
     header = json.loads(generate("--max-tokens", 2, *args, "--json", "-", "hello").out)["header"]
-    assert header["limits"] == {**limits, "max_num_queued_reqs": None}
+    assert header["limits"] == {**limits, "max_num_queued_reqs": None, "num_cpu_blocks": 0}
 
 
 def test_prompts_from_files_and_standard_input(

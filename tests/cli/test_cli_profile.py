@@ -42,7 +42,10 @@ def test_a_profile_is_written_shown_and_named_by_its_hash(run: Run, model: Path,
     assert found.provenance["limits"]["max_num_seqs"] == 40
     lines = ran.out.splitlines()
     assert "float32: as requested" in lines
-    assert "measuring 34 steps and the host's time (1 row, 8 rows), 3 times each after a warm-up" in lines
+    assert (
+        "measuring 34 steps, the host's time (1 row, 8 rows) and copies to host memory, 3 times each after a warm-up"
+        in lines
+    )
     assert lines[-1] == f"saved in {path} (sha256 {found.sha256()})"
     assert any(line.startswith(f"{model} in float32 on ") for line in lines)
     assert any("torch " in line and found.provenance["date"] in line for line in lines)
@@ -97,6 +100,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     assert_refused(run(*args, *new, "--repeats", "0"), "--repeats", "at least 1")
     assert_refused(run(*args, *new, "--max-num-seqs", "600"), "600", "512")
     assert_refused(run(*args, *new, "--policy", "mixed"), "--policy")
+    assert_refused(run(*args, *new, "-tp", "2"), "--tensor-parallel-size is 2", "one rank")
     assert path.read_text() == "mine"
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
@@ -104,7 +108,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
 def test_limits_without_room_and_models_that_do_not_load(run: Run, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     for args, words in (
-        (("--model", model, "--max-model-len", "20"), ("max_model_len 20", "raise the limits")),
+        (("--model", model, "--max-model-len", "20"), ("--max-model-len 20", "raise the limits")),
         (("--model", tmp_path), ("no config.json",)),
     ):
         ran = run("profile", *args, "--out", path, *QUICK)

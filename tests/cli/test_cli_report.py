@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no text": (_edit("header.json", lambda text: b"\xff\xfe" + text), ("header.json",)),
     "another version": (
         _edit("header.json", lambda text: text.replace(b'"format_version": 2', b'"format_version": 9')),
-        ("format_version", "expected one of (1, 2), found 9"),
+        ("format_version", "expected one of (1, 2, 3), found 9"),
     ),
     "no limits": (
         _edit("header.json", lambda text: text.replace(b'"block_size"', b'"blocksize"')),

@@ -43,7 +43,7 @@ def test_says_what_was_decided_and_shows_throughput_beside_latency_and_memory(ru
         "0.92 of 140.40 GiB beside 14.96 GiB of weights",
         "roofline of Llama-3.1-8B on NVIDIA H200",
         "assumed, not measured",
-        "vllm_v1: batching mixed, order fcfs, victim newest, allocator paged",
+        "vllm_v1: batching mixed, order fcfs, victim newest, preemption_mode recompute, allocator paged",
         "the trace does not say which prompts share blocks",
         "vllm_v1: 12 requests: 12 stop",
     ):
@@ -67,7 +67,14 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--max-num-seqs", "3", "--max-num-batched-tokens", "512", "--max-model-len", "2000"),
         {"limits": {"max_num_seqs": 3, "max_num_batched_tokens": 512, "max_model_len": 2000}},
     ),
-    "blocks": (("--block-size", "32"), {"limits": {"block_size": 32}}),
+    "blocks": (
+        ("--block-size", "32"),
+        {"limits": {"block_size": 32}, "cost": RooflineCost(H200.device, H200.geometry, block_size=32)},
+    ),
+    "blocks on the host": (
+        ("--policy", "mixed,preemption_mode=swap", "--num-cpu-blocks", "50"),
+        {"policy": ("mixed", {"preemption_mode": "swap"}), "limits": {"num_cpu_blocks": 50}},
+    ),
     "vLLM's name for blocks": (("--num-gpu-blocks-override", "300"), {"limits": {"num_blocks": 300}}),
     "queue limit": (("--max-num-queued-reqs", "1"), {"limits": {"max_num_queued_reqs": 1}}),
     "another policy": (("--policy", "static"), {"policy": ("static", {})}),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_run import Ran, Run, assert_refused
+from cli_run import Ran, Run, assert_refused, bare_fields
 
 from pagedserve.metrics.profile import Profile
 from pagedserve.metrics.record import RunRecord
@@ -56,6 +56,7 @@ def assert_refused_late(ran: Ran, *words: object) -> None:
     assert ran.code == 2, ran
     (line,) = (line for line in ran.err.splitlines() if not line.startswith("loading "))
     assert line.startswith("Error: ")
+    assert not bare_fields(line)
     for word in words:
         assert str(word) in line, line
 
@@ -137,7 +138,7 @@ def test_mistakes_are_told_in_one_line(run: Run, model: Path, name: str) -> None
 def test_requests_that_cannot_run_are_refused_before_the_run(run: Run, model: Path, profile: Path) -> None:
     options = ("--requests", "5", "--length-scale", "1", "--rate", "1", "--profile", profile)
     result = run("validate", "--model", model, *ENGINE, *options)
-    assert_refused_late(result, "max_model_len", "shorten the trace's lengths")
+    assert_refused_late(result, "--max-model-len is", "shorten the trace's lengths")
 
 
 def test_a_profile_of_another_model_is_refused(run: Run, model: Path, profile: Path, tmp_path: Path) -> None:

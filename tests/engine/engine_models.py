@@ -247,11 +247,14 @@ def scripted(engine: Engine, script: Callable[[int], Sequence[int]]) -> Iterator
     """Let the model want ``script(request)[i]`` as output token i, by a far higher logit; then the lowest id.
 
     Only the logits are replaced: sampling, suppression, stops and everything after are the engine's own.
+    Tokens count from here on, as they are sampled: the engine learns of them later.
     """
+    counts: dict[int, int] = {}
 
     def sample_script(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         for row, request in enumerate(batch.layout.requests):
-            wanted, index = script(request), engine.runner.table.sequences[request].num_output_tokens
+            wanted, index = script(request), counts.get(request, 0)
+            counts[request] = index + 1
             logits[row] = 0.0
             if index < len(wanted):
                 logits[row, wanted[index]] = 100.0

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 from engine_models import assert_nothing_held, engine_of, hf_config, tokenizer
+from engine_serving import run
 from fastapi import FastAPI
 
 from pagedserve.engine.async_engine import AsyncEngine
@@ -217,6 +218,12 @@ def running(
         finally:
             made.gate.open()
             made.front.codec.close()
+
+
+def run_served(main: Callable[[Running], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+    """What ``main`` finds at a served tiny model; ``options`` are those of `running`."""
+    with running(**options) as served:
+        return run(main(served))
 
 
 def save_tiny(folder: Path) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 from engine_models import RULES, engine_of, greedy, ids_of, prompts, scripted, small_limits
 from engine_rules import PreemptAt
@@ -15,18 +16,19 @@ from pagedserve.engine.params import SamplingParams
 from pagedserve.metrics.record import RunRecord
 from pagedserve.policy import Limits, Policy, RequestState, Scheduler, policy
 from pagedserve.policy.blocks import PagedAllocator
-from pagedserve.validation.decisions import check_decisions
+from pagedserve.validation.decisions import check_decisions, compare_decisions
 
 DEPTHS = (0, 1)
-ALLOCATORS = ("paged", "paged+cache", "contiguous_max", "contiguous_limit")
+ALLOCATORS = ("paged", "paged+cache", "paged+swap", "paged+cache+swap", "contiguous_max", "contiguous_limit")
 
 
 def spec_of(rule: str, allocator: str, seed: int = 0) -> Policy:
-    caches = allocator == "paged+cache"
+    allocator, *more = allocator.split("+")
     return policy(
         rule,
-        allocator="paged" if caches else allocator,
-        enable_prefix_caching=caches,
+        allocator=allocator,
+        enable_prefix_caching="cache" in more,
+        preemption_mode="swap" if "swap" in more else "recompute",
         watermark=(0.0, 0.05)[seed % 2],
         scheduler_reserve_full_isl=seed % 3 > 0,
     )
@@ -59,6 +61,8 @@ def live_run(
         num_blocks=rng.choice([25, 40]),
         max_num_queued_reqs=rng.choice([None, 6]),
     )
+    if spec.preemption_mode == "swap":
+        limits = replace(limits, num_cpu_blocks=(4, 40)[seed % 2])
     with engine_of(spec, limits, depth=depth, seed=seed) as engine:
         wrap(engine.scheduler)
         for text in prompts(20, 50 + seed % 2):
@@ -88,7 +92,9 @@ def test_the_simulator_takes_the_identical_decisions(rule: str, allocator: str, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("allocator", ["paged", "paged+cache", "contiguous_limit"])
+@pytest.mark.parametrize(
+    "allocator", ["paged", "paged+cache", "paged+swap", "paged+cache+swap", "contiguous_limit"]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_identical_over_many_workloads(rule: str, allocator: str, depth: int) -> None:
     for seed in range(100, 130):
@@ -107,6 +113,32 @@ def test_the_workloads_are_hard() -> None:
         for column in ("num_preemptions", "num_prefix_hit_tokens", "num_discarded_tokens"):
             seen[column] += sum(record.array("steps", column).tolist())
     assert min(seen.values()) > 1, seen
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_swapping_workloads_swap(depth: int) -> None:
+    """Out, in, and not at all where host memory was full: then something is computed again."""
+    seen = dict.fromkeys(["num_blocks_swapped_out", "num_blocks_swapped_in", "num_recomputed_tokens"], 0)
+    for seed in range(4, 12):
+        record = live_run(spec_of("mixed", "paged+swap", seed), seed, depth)
+        for column in seen:
+            seen[column] += sum(record.array("steps", column).tolist())
+    assert min(seen.values()) > 5, seen
+
+
+@pytest.mark.parametrize("way", ["out_host_blocks", "in_blocks"])
+def test_a_copy_to_another_block_is_a_difference(way: str) -> None:
+    """What was copied where is compared, also where nothing else differs."""
+    spec = spec_of("mixed", "paged+swap", 5)
+    live = live_run(spec, 5, depth=1)
+    assert live.plans is not None
+    rows = live.plans.to_pylist()
+    changed = next(row for row in rows if row[way])
+    changed[way] = [changed[way][0] + 1, *changed[way][1:]]
+    other = replace(live, plans=pa.Table.from_pylist(rows, schema=live.plans.schema))
+    found = compare_decisions(other, live)
+    assert found.first_difference is not None
+    assert found.first_difference.startswith(f"step {changed['step']}: {way}: ")
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

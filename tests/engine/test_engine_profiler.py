@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_models import engine_of, greedy, run_all, small_limits, tiny_model, vocabulary
 
 from pagedserve.engine import profiler
+from pagedserve.engine.graphs import DecodeGraphs
 from pagedserve.engine.profile_grid import HOST_PROMPT, HOST_STEPS, Grid, Point
 from pagedserve.engine.profiler import StepBench, profile_engine
 from pagedserve.engine.runner import ModelRunner
@@ -86,14 +89,15 @@ class Watched:
         self.bench = StepBench(self.runner, vocabulary(), limits)
         self.plans: list[StepPlan] = []
         self.batches: list[Any] = []
-        lay_out = self.runner.table.batch
+        lay_out = self.runner.table.lay_out
 
         def watch(plan: StepPlan) -> Any:
             self.plans.append(plan)
-            self.batches.append(lay_out(plan))
-            return self.batches[-1]
+            inputs = lay_out(plan)
+            self.batches.append(inputs.batch)
+            return inputs
 
-        self.runner.table.batch = watch  # pyright: ignore[reportAttributeAccessIssue]
+        self.runner.table.lay_out = watch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
@@ -174,7 +178,10 @@ def test_a_profile_of_a_real_engine() -> None:
     assert {point.num_repeats for point in found.steps} == {2}
     assert [(point.num_rows, point.num_repeats) for point in found.host] == [(1, 28), (4, 28)]
     assert all(0 < point.p20_ns <= point.p50_ns <= point.p80_ns for point in (*found.steps, *found.host))
-    total = 3 * (len(POINTS) + 2)
+    cases = [(way, count) for way in ("out", "in") for count in (1, 4, 16, 64)]  # there are no 256 blocks
+    assert [(point.direction, point.num_blocks) for point in found.swaps] == cases
+    assert all(0 < point.p20_ns <= point.p50_ns <= point.p80_ns for point in found.swaps)
+    total = 3 * (len(POINTS) + 2 + len(cases))
     assert seen == [(done, total) for done in range(1, total + 1)]
     own = found.provenance
     assert (own["model"], own["dtype"], own["attention"], own["device"]) == ("tiny", "float32", "cpu", "cpu")
@@ -228,6 +235,37 @@ def test_gaps_of_the_host_are_those_between_decode_steps() -> None:
             gaps = profiler._host_gaps(engine, rows)
             assert len(gaps) == HOST_STEPS - 2
             assert min(gaps) > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_decodes_are_measured_as_the_engine_runs_them() -> None:
+    """On its graphs where it has some, steps and gaps of the host alike; a profile says which."""
+    replayed: list[int] = []
+
+    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def replay() -> torch.Tensor:
+            out = run()
+            replayed.append(len(out))
+            return out
+
+        return replay
+
+    grid = Grid((8,), (0,), (1, 3), (4,), (16,), (2,), (2,))
+    limits = replace(LIMITS, max_num_seqs=4)
+    with engine_of(limits=limits, model=tiny_model("llama", "triton")) as engine:
+        without = profile_engine(engine, "tiny", grid, num_repeats=1)
+        assert not replayed
+        runner = engine.runner
+        graphs = DecodeGraphs(runner.model, runner.kv, (1, 2, 4), limits.max_model_len, capture)
+        assert len(list(graphs.record())) == 3
+        runner.graphs = graphs
+        found = profile_engine(engine, "tiny", grid, num_repeats=1)
+    assert (without.provenance["has_graphs"], found.provenance["has_graphs"]) == (False, True)
+    decodes = [point.shape.num_decodes for point in found.steps if point.kind == "decode"]
+    assert len(decodes) > 1
+    expected = Counter(2 * [{1: 1, 3: 4}[count] for count in decodes])  # a warm-up and one repeat
+    expected[2] += 2 * (HOST_STEPS - 1)  # the first of its tokens comes with the prompts
+    assert Counter(replayed) == expected
 
 
 def test_a_busy_engine_and_no_repeats_are_refused() -> None:

@@ -115,3 +115,28 @@ def test_sliding_windows() -> None:
 
 def test_kv_bytes_per_token() -> None:
     assert config(num_key_value_heads=2).kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
+
+
+def quantization(**changes: Any) -> dict[str, Any]:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    made = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    return {**LLAMA, "quantization_config": {**made, **changes}}
+
+
+def test_a_checkpoint_of_which_the_cache_alone_is_calibrated_is_whole() -> None:
+    assert ModelConfig.from_hf(quantization()) == config()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+        {"kv_cache_scheme": None},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}},
+    ],
+)
+def test_other_quantizations_stay_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="compressed-tensors"):
+        ModelConfig.from_hf(quantization(**changes))

@@ -49,6 +49,12 @@ class ThreadCommunicator:
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.group.exchange(self.shard.rank, logits), dim=-1)
 
+    def share(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.group.exchange(self.shard.rank, token_ids)[0]
+
+    def all(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.group.exchange(self.shard.rank, own))
+
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:
     return replace(ModelConfig.from_hf(hf_config(kind).to_dict()), **changes)

@@ -29,7 +29,7 @@ from pagedserve.engine.params import SamplingParams, check_token_ids
         ("min_tokens", 17, ["17", "max_tokens, 16"]),
         ("seed", 2**63, ["seed", "signed 64-bit"]),
         ("seed", 1.0, ["seed", "whole"]),
-        ("logprobs", -1, ["logprobs", "None"]),
+        ("logprobs", -1, ["logprobs", "leave it out"]),
         ("stop", "", ["stop[0]", "empty"]),
         ("stop", ["a", ""], ["stop[1]", "empty"]),
         ("stop", [3], ["stop[0]", "3", "stop_token_ids"]),

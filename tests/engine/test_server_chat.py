@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from engine_models import engine_of, greedy, ids_of, run_all
-from engine_serving import run
-from server_apps import Running, running, usage_of
+from server_apps import Running, run_served, usage_of
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -23,17 +22,12 @@ async def _chat(served: Running, **body: Any) -> Any:
     return response.status_code, response.json()
 
 
-def _run(main: Any, **options: Any) -> Any:
-    with running(**options) as served:
-        return run(main(served))
-
-
 def test_whole_and_streamed_continue_what_the_template_makes() -> None:
     async def main(served: Running) -> Any:
         whole = await _chat(served, max_tokens=6)
         return whole, await served.stream(PATH, messages=MESSAGES, max_completion_tokens=6)
 
-    (status, whole), chunks = _run(main)
+    (status, whole), chunks = run_served(main)
     assert status == 200
     (choice,) = whole["choices"]
     assert choice["message"] == {"role": "assistant", "content": _expected(), "refusal": None}
@@ -49,7 +43,7 @@ def test_without_a_limit_the_answer_may_fill_the_model() -> None:
     async def main(served: Running) -> Any:
         return await _chat(served)
 
-    status, whole = _run(main)
+    status, whole = run_served(main)
     assert (status, whole["usage"]["total_tokens"]) == (200, 96)
 
 
@@ -63,7 +57,7 @@ def test_parts_of_text_are_one_text_and_others_are_refused() -> None:
         picture = {"type": "image_url", "image_url": {"url": "data:"}}
         return tokens.json(), await _chat(served, messages=message(text, picture))
 
-    tokens, (status, refusal) = _run(main)
+    tokens, (status, refusal) = run_served(main)
     assert tokens["tokens"] == [257, *ids_of("a\nb"), 256]
     assert status == 400
     assert "messages[0].content[1] is {'type': 'image_url'" in refusal["error"]["message"]
@@ -76,7 +70,7 @@ def test_the_template_is_given_what_is_asked_for() -> None:
         bare = await served.ask("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})
         return shouted.json()["tokens"], bare.json()["tokens"]
 
-    shouted, bare = _run(main)
+    shouted, bare = run_served(main)
     assert shouted == [*IDS[:-1], *ids_of("!"), 256]
     assert bare == IDS[:-1]
 
@@ -103,7 +97,7 @@ def test_what_cannot_be_done_is_refused(body: dict[str, Any], words: str) -> Non
     async def main(served: Running) -> Any:
         return await _chat(served, **body), await _chat(served, max_tokens=1)
 
-    (status, refusal), (after, _) = _run(main)
+    (status, refusal), (after, _) = run_served(main)
     assert (status, after) == (400, 200)
     assert words in refusal["error"]["message"]
 
@@ -112,7 +106,7 @@ def test_a_model_without_a_template_says_so() -> None:
     async def main(served: Running) -> Any:
         return await _chat(served)
 
-    status, refusal = _run(main, chat=False)
+    status, refusal = run_served(main, chat=False)
     assert (status, refusal["error"]["code"]) == (400, "no_chat_template")
 
 
@@ -121,7 +115,7 @@ def test_logprobs_have_the_tokens_bytes() -> None:
         body: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 4}
         return await _chat(served, **body), await served.stream(PATH, messages=MESSAGES, **body)
 
-    (_, whole), chunks = _run(main)
+    (_, whole), chunks = run_served(main)
     told = whole["choices"][0]["logprobs"]["content"]
     assert len(told) == 4
     for position in told:
@@ -138,7 +132,7 @@ def test_several_samples_of_a_chat() -> None:
         body: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 1, "max_tokens": 4}
         return await _chat(served, **body), await served.stream(PATH, messages=MESSAGES, **body)
 
-    (_, whole), chunks = _run(main)
+    (_, whole), chunks = run_served(main)
     texts = ["", ""]
     for chunk in chunks:
         (choice,) = chunk["choices"]

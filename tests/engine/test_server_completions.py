@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from engine_models import engine_of, greedy, ids_of, run_all, scripted
-from engine_serving import run
-from server_apps import MODEL, Running, running, texts_of, usage_of
+from server_apps import MODEL, Running, run_served, texts_of, usage_of
 
 PROMPT = "The moon is"
 HARD_TEXT = "👩‍👩‍👧 שלום 漢字 é! 🇫🇷"
@@ -17,18 +16,13 @@ def _expected(prompt: str | list[int], **options: Any) -> Any:
         return run_all(engine, [prompt], greedy(10, **options))[0]
 
 
-def _run(main: Any, **options: Any) -> Any:
-    with running(**options) as served:
-        return run(main(served))
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_whole_and_streamed_are_the_engines_own_output(depth: int) -> None:
     async def main(served: Running) -> Any:
         whole = await served.complete(prompt=PROMPT, max_tokens=10)
         return whole, await served.stream(prompt=PROMPT, max_tokens=10)
 
-    whole, chunks = _run(main, depth=depth)
+    whole, chunks = run_served(main, depth=depth)
     expected = _expected(PROMPT)
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected.text, "length")
@@ -58,7 +52,7 @@ def test_every_shape_of_prompt(prompt: Any, count: int) -> None:
         whole = await served.complete(prompt=prompt, max_tokens=10)
         return whole, await served.stream(prompt=prompt, max_tokens=10)
 
-    whole, chunks = _run(main)
+    whole, chunks = run_served(main)
     expected = [_expected(PROMPT).text, _expected("Once").text][:count]
     assert [choice["text"] for choice in whole["choices"]] == expected == texts_of(chunks, count)
     assert [choice["index"] for choice in whole["choices"]] == list(range(count))
@@ -72,7 +66,7 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
         one = await served.complete(**body)
         return one, await served.complete(**body), await served.stream(**body)
 
-    one, again, chunks = _run(main)
+    one, again, chunks = run_served(main)
     texts = [choice["text"] for choice in one["choices"]]
     assert len(texts) == len(set(texts)) == 6
     assert texts == [choice["text"] for choice in again["choices"]] == texts_of(chunks, 6)
@@ -88,7 +82,7 @@ def test_usage_of_a_stream_is_told_at_the_end_and_if_asked_all_along() -> None:
         options["continuous_usage_stats"] = True
         return at_end, await served.stream(prompt=PROMPT, max_tokens=3, stream_options=options)
 
-    at_end, all_along = _run(main)
+    at_end, all_along = run_served(main)
     assert [chunk["usage"] for chunk in at_end] == [None] * 4 + [usage_of(11, 3)]
     assert [chunk["usage"]["completion_tokens"] for chunk in all_along] == [1, 2, 3, 3, 3]
     assert at_end[-1]["choices"] == all_along[-1]["choices"] == []
@@ -100,7 +94,7 @@ def test_echo_repeats_the_prompt_once(prompt: Any) -> None:
         whole = await served.complete(prompt=prompt, echo=True, max_tokens=4, n=2)
         return whole, await served.stream(prompt=prompt, echo=True, max_tokens=4, n=2)
 
-    whole, chunks = _run(main)
+    whole, chunks = run_served(main)
     for text, streamed in zip(
         [choice["text"] for choice in whole["choices"]], texts_of(chunks, 2), strict=True
     ):
@@ -116,7 +110,7 @@ def test_characters_split_over_tokens_come_whole() -> None:
         with scripted(served.engine, lambda _: ids_of(HARD_TEXT)):
             return await served.stream(prompt=PROMPT, max_tokens=len(ids_of(HARD_TEXT)))
 
-    chunks = _run(main)
+    chunks = run_served(main)
     assert texts_of(chunks) == [HARD_TEXT]
     assert not any("\N{REPLACEMENT CHARACTER}" in chunk["choices"][0]["text"] for chunk in chunks)
 
@@ -129,7 +123,7 @@ def test_a_stop_string_ends_the_text_and_nothing_of_it_is_ever_sent() -> None:
             body: dict[str, Any] = {"prompt": PROMPT, "stop": ["DEFGHIJ", "XY"], "max_tokens": 20}
             return await served.complete(**body), await served.stream(**body)
 
-    whole, chunks = _run(main)
+    whole, chunks = run_served(main)
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ABC", "stop", "DEFGHIJ")
     assert [chunk["choices"][0]["text"] for chunk in chunks[:3]] == ["A", "B", "C"]
@@ -143,7 +137,7 @@ def test_stop_ids_and_the_end_mark() -> None:
             by_id = await served.complete(prompt=PROMPT, stop_token_ids=ids_of("B"), max_tokens=9)
             return by_id, await served.complete(prompt=PROMPT, ignore_eos=False, max_tokens=9)
 
-    by_id, by_mark = _run(main)
+    by_id, by_mark = run_served(main)
     assert [by_id["choices"][0][key] for key in ("text", "stop_reason")] == ["A", ids_of("B")[0]]
     assert [by_mark["choices"][0][key] for key in ("text", "finish_reason")] == ["AB", "stop"]
 
@@ -154,7 +148,7 @@ def test_logprobs_are_the_engines() -> None:
             body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 2}
             return await served.complete(**body), await served.stream(**body)
 
-    whole, chunks = _run(main)
+    whole, chunks = run_served(main)
     told = whole["choices"][0]["logprobs"]
     assert told["tokens"] == ["A", "bytes:\\xc3", "bytes:\\xa9"]
     assert told["text_offset"] == [0, 1, 2]
@@ -173,7 +167,7 @@ def test_zero_logprobs_tell_the_sampled_token_alone_and_ids_may_be_their_names()
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 0}
         return await served.complete(**body, return_tokens_as_token_ids=True)
 
-    told = _run(main)["choices"][0]["logprobs"]
+    told = run_served(main)["choices"][0]["logprobs"]
     assert [list(top) for top in told["top_logprobs"]] == [[token] for token in told["tokens"]]
     assert told["tokens"] == [f"token_id:{token}" for token in _expected(PROMPT).token_ids[:3]]
 
@@ -183,7 +177,7 @@ def test_what_is_for_the_policy_reaches_it() -> None:
         await served.complete(prompt=PROMPT, max_tokens=1, priority=-7, user="ann")
         return (await served.served.record()).requests.to_pylist()
 
-    (row,) = _run(main)
+    (row,) = run_served(main)
     assert (row["priority"], row["tenant"], row["max_tokens"]) == (-7, "ann", 1)
 
 
@@ -195,7 +189,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
             hits.append(served.front.backend.stats().counts.num_prefix_hit_tokens)
         return hits
 
-    hits = _run(main)
+    hits = run_served(main)
     assert [later - sooner for sooner, later in pairwise([0, *hits])] == [0, 0, 8, 0, 8]
 
 
@@ -209,7 +203,7 @@ def test_names_versions_and_tokens() -> None:
             chat = {"messages": [{"role": "user", "content": "hé"}], "model": "alias"}
             return models, version, tokens, text, (await http.post("/tokenize", json=chat)).json()
 
-    models, version, tokens, text, chat = _run(main)
+    models, version, tokens, text, chat = run_served(main)
     assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 96), ("alias", 96)]
     assert version["version"]
     assert (tokens["tokens"], tokens["count"]) == (ids_of("hé"), 3)
@@ -222,5 +216,5 @@ def test_an_answer_is_named_as_the_client_wishes() -> None:
     async def main(served: Running) -> Any:
         return await served.complete(prompt=PROMPT, max_tokens=1, request_id="mine", model="alias")
 
-    answer = _run(main)
+    answer = run_served(main)
     assert (answer["id"], answer["model"]) == ("cmpl-mine", "alias")

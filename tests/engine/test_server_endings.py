@@ -1,6 +1,7 @@
 """How a request may end before its time: the client leaves, the server drains, the engine or a row fails."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,9 @@ from pagedserve.engine.sampling.sampler import sample
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "The moon is", "max_tokens": 60, "ignore_eos": True}
+ENGINE_DEAD = (
+    "the engine has stopped and the server is going down; send the request to another, or retry later"
+)
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -199,13 +203,17 @@ def _fail_later(served: Running) -> Callable[[], bool]:
 
     def failing() -> bool:
         if next(count) == 5:
-            raise RuntimeError("the device is gone")
+            raise RuntimeError("[gloo/pair.cc:525] the device is gone")
         return step()
 
     return failing
 
 
-def test_a_fault_of_the_engine_is_told_to_all_its_requests_and_the_server_is_unhealthy() -> None:
+def test_a_fault_of_the_engine_is_told_to_all_its_requests_and_the_server_is_unhealthy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In one plain sentence; what libraries say of it stands in the log."""
+
     async def main(served: Running) -> None:
         served.gate.close()
         talks = [served.talk(COMPLETIONS, {**LONG, "stream": stream}) for stream in (True, False)]
@@ -216,14 +224,17 @@ def test_a_fault_of_the_engine_is_told_to_all_its_requests_and_the_server_is_unh
         streamed, whole = talks
         assert streamed.status == 200
         assert whole.status == 500
-        assert chunks_of(streamed.text)[-1]["error"]["code"] == "engine_dead"
-        assert "the device is gone" in whole.text
+        for error in (chunks_of(streamed.text)[-1]["error"], json.loads(whole.text)["error"]):
+            assert (error["code"], error["message"]) == ("engine_dead", ENGINE_DEAD)
         async with served.client() as http:
             for answer in (await http.get("/health"), await http.post(COMPLETIONS, json=LONG)):
                 assert answer.status_code == 503
                 assert answer.json()["error"]["code"] == "engine_dead"
+                assert answer.json()["error"]["message"] == ENGINE_DEAD
             assert (await http.get("/metrics")).status_code == 200
         assert served.front.counts.ended == {"error": 2}
 
     with running() as served:
         run(main(served))
+    assert "the engine has stopped" in caplog.text
+    assert "RuntimeError: [gloo/pair.cc:525] the device is gone" in caplog.text

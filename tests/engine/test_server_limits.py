@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_serving import run
-from server_apps import Running, chunks_of, running
+from server_apps import Running, chunks_of, run_served, running
 
 from pagedserve.engine.server.settings import ApiKeys, ServerSettings
 
@@ -189,3 +189,30 @@ def test_no_answer_allows_other_origins() -> None:
     with running() as served:
         for response in run(main(served)):
             assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_a9_a_text_that_is_too_long_whatever_its_tokens_is_not_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CASES A9: megabytes are refused by their bytes; a text that could fit goes to the tokenizer."""
+    seen: list[int] = []
+
+    async def main(served: Running) -> Any:
+        encode = served.front.codec.encode
+
+        def spy(prompt: Any, *rest: Any) -> list[int]:
+            seen.append(len(prompt))
+            return encode(prompt, *rest)
+
+        monkeypatch.setattr(served.front.codec, "encode", spy)
+        long = await served.ask("/v1/completions", {"prompt": "x" * 1_000_000, "max_tokens": 1})
+        chat = [{"role": "user", "content": "y" * 1_000_000}]
+        also = await served.ask("/v1/chat/completions", {"messages": chat, "max_tokens": 1})
+        fits = await served.ask("/v1/completions", {"prompt": "x" * 90, "max_tokens": 1})
+        return long, also, fits
+
+    long, also, fits = run_served(main)
+    assert (long.status_code, also.status_code, fits.status_code) == (400, 400, 200)
+    assert "prompt has 1,000,000 bytes" in long.json()["error"]["message"]
+    assert also.json()["error"]["param"] == "messages"
+    assert seen == [90]

@@ -23,6 +23,15 @@ def failing(self):
     return step(self)
 EngineLoop.step = failing
 """
+TABLE = """
+import sys
+from pagedserve.engine.sampling.grammar import GrammarCompiler
+make = GrammarCompiler._make_tokenizer
+def told(self):
+    print("making the table of tokens", file=sys.stderr, flush=True)
+    return make(self)
+GrammarCompiler._make_tokenizer = told
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,16 @@ def test_it_serves_keeps_a_record_and_ends_well(model: Path, tmp_path: Path) -> 
     assert record.requests["num_output_tokens"].to_pylist() == [5, 5]
     assert record.header["kind"] == "live"
     assert "Traceback" not in server.said
+
+
+def test_what_forms_of_output_need_is_made_before_it_listens(model: Path) -> None:
+    """Making it holds up every thread of the process; a server that is in use must not stop for it."""
+    with served(model, before=TABLE) as server:
+        start_line = server.wait()
+        asked = {"prompt": "x", "max_tokens": 40, "guided_choice": ["yes"]}
+        assert post(server.url, asked).json()["choices"][0]["text"] == "yes"
+        assert server.lines.count("making the table of tokens") == 1
+        assert server.lines.index("making the table of tokens") < server.lines.index(start_line)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -145,7 +164,7 @@ def test_keys_are_asked_for_and_never_said(model: Path, tmp_path: Path) -> None:
         (("--overwrite",), "--overwrite: no record is saved"),
         (("--request-timeout", "0"), "0 is not a number above 0"),
         (("--served-model-name", ""), "model_names has"),
-        (("--allowed-origins", "localhost"), "allowed_origins has 'localhost'; give a scheme and a host"),
+        (("--allowed-origins", "localhost"), "--allowed-origins has 'localhost'; give a scheme and a host"),
         (("--receive-timeout", "0"), "0 is not a number above 0"),
     ],
 )

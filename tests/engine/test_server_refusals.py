@@ -1,12 +1,13 @@
 """CASES H3: what is wrong with a request is told in OpenAI's form, with the value; the engine never sees it."""
 
 import json
+import re
 from typing import Any
 from unittest import mock
 
 import pytest
 from engine_serving import run
-from server_apps import Running, running
+from server_apps import Running, run_served, running
 
 from pagedserve.engine.server.unsupported import _HINTS, _NEUTRAL
 
@@ -37,8 +38,8 @@ MISTAKES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_p": 0}, "top_p", "top_p is 0"),
     ({"top_k": -2}, "top_k", "top_k is -2"),
     ({"min_p": 1.5}, "min_p", "min_p is 1.5"),
-    ({"n": 0}, "n", "n is 0"),
-    ({"n": 129}, "n", "n is 129; ask for 128 samples at most"),
+    ({"n": 0}, "n", "n is 0; ask for 1 to 128 samples"),
+    ({"n": 129}, "n", "n is 129; ask for 1 to 128 samples"),
     ({"n": 10**9}, "n", "n is 1000000000"),
     (
         {"prompt": ["a"] * 20, "n": 60},
@@ -54,7 +55,7 @@ MISTAKES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": "x" * 1025}, "stop", "1025 characters; give 1024 at most"),
     ({"stop_token_ids": [258]}, "stop_token_ids", "stop_token_ids[0] is 258"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids", "stop_token_ids[0] is 'a'"),
-    ({"min_tokens": 17}, None, "min_tokens is 17, above max_tokens, 16"),
+    ({"min_tokens": 17}, "min_tokens", "min_tokens is 17, above max_tokens, 16"),
     ({"min_tokens": -1}, "min_tokens", "min_tokens is -1"),
     ({"logprobs": 21}, "logprobs", "ask for 0 to 20"),
     ({"logprobs": -1}, "logprobs", "logprobs is -1"),
@@ -71,17 +72,23 @@ MISTAKES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids is empty"),
     ({"allowed_token_ids": [999]}, "allowed_token_ids", "allowed_token_ids[0] is 999"),
     ({"guided_regex": "(a"}, "guided_regex", "cannot be used: unclosed group"),
-    ({"guided_regex": ""}, "guided_regex", "regex is empty"),
-    ({"guided_choice": []}, "guided_choice", "choice is empty"),
+    ({"guided_regex": ""}, "guided_regex", "guided_regex is empty"),
+    ({"guided_choice": []}, "guided_choice", "guided_choice is empty"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "guided_choice[1] is ''"),
     ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_regex", "ask for a form each; give one of them"),
-    ({"guided_json": {"type": "wat"}}, "guided_json", "structured_outputs.json cannot be used"),
+    ({"guided_json": {"type": "wat"}}, "guided_json", "guided_json cannot be used"),
+    (
+        {"structured_outputs": {"regex": "(a"}},
+        "structured_outputs",
+        "structured_outputs.regex cannot be used",
+    ),
     ({"guided_json": 5}, "guided_json", "guided_json"),
     ({"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs", "json and regex"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
     (
         {"response_format": {"type": "json_object"}, "min_tokens": 2},
         "min_tokens",
-        "beside structured_outputs",
+        "min_tokens is 2 beside response_format",
     ),
     ({"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
     ({"ignore_eos": "yes"}, "ignore_eos", "ignore_eos is 'yes'"),
@@ -139,6 +146,28 @@ def test_every_mistake_is_refused_with_its_value_streamed_or_not() -> None:
 
     with running() as served:
         run(main(served))
+
+
+LONGEST, LEAST = "max_completion_tokens", "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({LONGEST: 96}, LONGEST, r"^max_completion_tokens is 96 and the prompt has \d+ tokens"),
+        ({LONGEST: 3, LEAST: 5}, LEAST, "above max_completion_tokens, 3: lower"),
+        ({LEAST: 95}, LEAST, r"min_tokens is 95 and the prompt has \d+ tokens, which leave room"),
+    ],
+)
+def test_a_chats_mistakes_are_told_by_its_own_names(asked: dict[str, Any], param: str, words: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], **asked}
+
+    async def main(served: Running) -> Any:
+        return await served.ask(CHAT, body)
+
+    error = _error(run_served(main))
+    assert re.search(words, error["message"]), error
+    assert error["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Where kernel tests run: on a GPU, or on the CPU in Triton's interpreter."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -31,3 +32,18 @@ def nan_filled() -> Iterator[None]:
 
     with mock.patch.object(torch, "empty", filled):
         yield
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """On a GPU torch raises for what would wait for it unasked; an event may be waited for."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

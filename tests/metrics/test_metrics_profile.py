@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagedserve.metrics.profile import HostPoint, Profile, ProfileError, StepPoint
+from pagedserve.metrics.profile import HostPoint, Profile, ProfileError, StepPoint, SwapPoint
 from pagedserve.policy import StepShape
 
 PROFILE = Profile(
@@ -20,6 +20,9 @@ PROFILE = Profile(
 )
 
 
+SWAPS = (SwapPoint("out", 1, 3, 4, 9, 5), SwapPoint("out", 16, 30, 40, 41, 5), SwapPoint("in", 1, 0, 1, 2, 5))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "profile.json"
@@ -30,6 +33,39 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_saved_comes_back_equal(path: Path) -> None:
     assert Profile.load(path) == Profile.load(str(path)) == PROFILE
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+def test_swaps_come_back_and_are_in_the_file_only_if_there_are_any(path: Path) -> None:
+    assert "swap" not in path.read_text()
+    shape = replace(PROFILE.steps[0].shape, num_blocks_swapped_in=3)
+    steps = (replace(PROFILE.steps[0], shape=shape), *PROFILE.steps[1:])
+    swapping = replace(PROFILE, steps=steps, swaps=SWAPS)
+    swapping.save(path)
+    assert Profile.load(path) == swapping
+    assert Profile.load(path).sha256() == swapping.sha256() != PROFILE.sha256()
+    content = json.loads(path.read_text())
+    assert [row["shape"].get("num_blocks_swapped_in") for row in content["steps"]] == [3, None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"direction": "up"}, r"swaps\[1\].direction: expected one of out, in, found 'up'"),
+        ({"num_blocks": 0}, r"swaps\[1\].num_blocks: .* at least 1, found 0"),
+        ({"p20_ns": 99}, r"swaps\[1\]: .*quantiles cannot fall"),
+        ({"bytes": 1}, r"swaps\[1\]: bytes is unknown"),
+    ],
+)
+def test_swaps_that_this_version_does_not_read(path: Path, change: dict[str, Any], message: str) -> None:
+    replace(PROFILE, swaps=SWAPS).save(path)
+    content = json.loads(path.read_text())
+    content["swaps"][1] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=rf"profile\.json: {message}"):
+        Profile.load(path)
+    path.write_text(json.dumps({**content, "swaps": []}))
+    with pytest.raises(ProfileError, match="swaps: expected a list of measurements"):
+        Profile.load(path)
 
 
 def test_the_hash_is_of_the_content_alone(path: Path) -> None:
@@ -47,6 +83,7 @@ def test_the_hash_is_of_the_content_alone(path: Path) -> None:
         replace(PROFILE, steps=PROFILE.steps[:-1]),
         replace(PROFILE, steps=(replace(PROFILE.steps[0], p50_ns=101), *PROFILE.steps[1:])),
         replace(PROFILE, host=(*PROFILE.host, HostPoint(16, 1, 1, 1, 1))),
+        replace(PROFILE, swaps=SWAPS),
     ],
 )
 def test_any_difference_changes_the_hash(other: Profile) -> None:

@@ -41,6 +41,8 @@ shapes = st.builds(
     num_decodes=st.integers(0, 2**16),
     decode_context_sum=st.integers(0, 2**56),
     num_samples=st.integers(0, 2**16),
+    num_blocks_swapped_out=st.integers(0, 2**20),
+    num_blocks_swapped_in=st.integers(0, 2**20),
 )
 
 
@@ -68,7 +70,7 @@ def test_coalesced_decodes_give_the_same_integers_as_a_walk(num: int, context: i
     ]
 
 
-@given(model=models(), shape=shapes, more=st.integers(1, 5000), place=st.integers(0, 5))
+@given(model=models(), shape=shapes, more=st.integers(1, 5000), place=st.integers(0, 7))
 def test_more_work_is_never_cheaper(model: RooflineCost, shape: StepShape, more: int, place: int) -> None:
     tokens, context = shape.chunks[0] if shape.chunks else (0, 0)
     larger = [
@@ -78,6 +80,8 @@ def test_more_work_is_never_cheaper(model: RooflineCost, shape: StepShape, more:
         replace(shape, num_decodes=shape.num_decodes + more),
         replace(shape, decode_context_sum=shape.decode_context_sum + more),
         replace(shape, num_samples=shape.num_samples + more),
+        replace(shape, num_blocks_swapped_out=shape.num_blocks_swapped_out + more),
+        replace(shape, num_blocks_swapped_in=shape.num_blocks_swapped_in + more),
     ][place]
     assert model.step_ns(larger) >= model.step_ns(shape)
     assert model.host_ns(larger) >= model.host_ns(shape)
@@ -101,8 +105,16 @@ def test_every_part_by_hand() -> None:
         "elementwise": 6 * ((55 + 4) * 2 + 24),
         "chunk_attention": 30 * 24,
         "decode_attention": 22 * 24 + 48,
+        "swaps": 0,
     }
     assert model.step_ns(shape) == sum(int(part) for part in model.parts_ns(shape).values())
+    # 5 and 7 blocks of 4 tokens of 24 bytes at 2 bytes a nanosecond over the link, and gathered: 2 ns a byte more.
+    linked = RooflineCost(
+        replace(unit, host_bytes_per_s=2e9), tiny, replace(parameters, host_link_efficiency=1), 4
+    )
+    swaps = replace(shape, num_blocks_swapped_out=5, num_blocks_swapped_in=7)
+    assert linked.parts_ns(swaps)["swaps"] == 2 * 2 * 10 + 12 * 4 * 24 * 2.5
+    assert linked.parts_ns(replace(swaps, num_blocks_swapped_in=0))["swaps"] == 2 * 10 + 5 * 4 * 24 * 2.5
     # A chunk inside a prompt samples nothing: the LM head is not even read.
     assert model.parts_ns(replace(shape, num_samples=0))["lm_head"] == 0
     # Few tokens: reading the weights takes longer than multiplying by them.

@@ -24,6 +24,8 @@ def shapes_of_contexts(draw: st.DrawFn) -> StepShape:
         decode_context_max=max(contexts, default=0),
         decode_context_sumsq=sum(context**2 for context in contexts),
         num_samples=len(contexts) + draw(st.integers(0, len(chunks))),
+        num_blocks_swapped_out=draw(st.integers(0, 10**6)),
+        num_blocks_swapped_in=draw(st.integers(0, 10**6)),
     )
 
 
@@ -50,6 +52,8 @@ def test_batch_holds_the_features_of_each_shape(shapes: list[StepShape]) -> None
         assert decodes == (shape.num_decodes, shape.decode_context_sum, shape.decode_context_max)
         assert batch.decode_context_sumsq[i] == shape.decode_context_sumsq
         assert batch.num_samples[i] == shape.num_samples
+        swapped = (batch.num_blocks_swapped_out[i], batch.num_blocks_swapped_in[i])
+        assert swapped == (shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         rows = slice(batch.chunk_offsets[i], batch.chunk_offsets[i + 1])
         chunks = zip(batch.chunk_tokens[rows].tolist(), batch.chunk_contexts[rows].tolist(), strict=True)
         assert tuple(chunks) == shape.chunks
@@ -76,6 +80,8 @@ def test_steady_decodes_refuse_chunks_and_negative_counts() -> None:
         ShapeBatch.from_steady_decodes(StepShape(chunks=((5, 0),)), 3)
     with pytest.raises(ValueError, match="num_steps is -1"):
         ShapeBatch.from_steady_decodes(StepShape(num_decodes=1), -1)
+    with pytest.raises(ValueError, match="swaps 7 blocks"):
+        ShapeBatch.from_steady_decodes(StepShape(num_decodes=1, num_blocks_swapped_out=7), 3)
 
 
 def test_a_feature_beyond_64_bits_is_an_error_not_a_wrap() -> None:

@@ -12,6 +12,7 @@ from pagedserve.traces.synthesis import synthesize
 from pagedserve.traces.trace import Trace
 
 LIMITS = Limits(max_num_batched_tokens=4096, max_num_seqs=8, max_model_len=4096, num_blocks=4096)
+VERBS = ("schedule", "launch", "commit")
 STEP_NS, TOKEN_NS, HOST_NS = 5_000_000, 1_000, 700_000
 
 
@@ -61,6 +62,16 @@ def test_overlap_hides_the_host_time_of_a_busy_replica() -> None:
     overlapped = simulate(trace, "mixed", cost, LIMITS, overlap_depth=1)
     assert serial.array("steps", "commit_ns").tolist() == [130, 260, 390, 520, 650]
     assert overlapped.array("steps", "commit_ns").tolist()[:5] == [130, 230, 330, 430, 530]
+
+
+def test_at_depth_1_tokens_wait_for_a_host_that_takes_longer_than_the_device() -> None:
+    """It hands a step over, 150 ns after it began to plan it, and then comes for the tokens of the one before."""
+    cost = ConstantCost(100, host_base_ns=150)
+    record = simulate(deterministic_trace([0], output=4), "mixed", cost, LIMITS, overlap_depth=1)
+    schedule, launch, commit = (record.array("steps", f"{name}_ns").tolist() for name in VERBS)
+    assert schedule == [0, 150, 300, 450]
+    assert launch == [150, 300, 450, 600]
+    assert commit == [300, 450, 600, 700]
 
 
 def test_an_arrival_during_a_step_joins_the_next_or_at_depth_1_the_one_after() -> None:

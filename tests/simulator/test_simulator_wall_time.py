@@ -135,6 +135,45 @@ def test_at_depth_1_the_host_works_while_the_step_before_runs(host_ns: int, ends
     assert found == ends
 
 
+@pytest.mark.parametrize(
+    ("host_ns", "commits"), [(100, [1_100, 2_100, 3_100]), (1_300, [2_600, 3_900, 5_200])]
+)
+@pytest.mark.parametrize("awakening_ns", [0, 7])
+def test_a_step_launched_ahead_waits_for_the_device_and_the_host_for_its_launch(
+    host_ns: int, commits: list[int], awakening_ns: int
+) -> None:
+    """commit(k) = max(launch(k) + step, hand-over(k+1)), and the device begins k+1 then."""
+    wall, clock = wall_of(ConstantCost(STEP, host_base_ns=host_ns), awakening_ns)
+    wall.arrived(0)
+    wall.planned(0)
+    wall.launch(SHAPE)
+    found = []
+    for _ in commits:
+        wall.may_plan(True)
+        wall.planned(clock.now)
+        wall.launch(SHAPE)
+        wall.wait()
+        found.append(clock.now)
+    assert found == [at_ns + awakening_ns for at_ns in commits]
+    assert (wall.num_steps, wall.num_late_steps) == (3, 0)
+
+
+def test_a_hand_over_that_is_late_is_a_late_step() -> None:
+    """The loop's own work of 2,000 ns exceeds the modelled host's 1,300: what follows counts from there."""
+    wall, clock = wall_of(ConstantCost(STEP, host_base_ns=1_300))
+    wall.arrived(0)
+    wall.planned(0)
+    wall.launch(SHAPE)
+    wall.may_plan(True)
+    wall.planned(clock.now)
+    clock.now += 2_000
+    wall.launch(SHAPE)
+    wall.wait()
+    assert (clock.now, wall.num_late_steps, wall.late_ns) == (3_300, 1, 700)
+    wall.wait()
+    assert (clock.now, wall.num_late_steps) == (4_300, 1)
+
+
 def test_a_stopped_clock_ends_steps_at_once_and_they_are_counted_as_cut() -> None:
     wall, clock = wall_of()
     wall.arrived(0)

@@ -11,7 +11,7 @@ import pytest
 from pagedserve.traces.lengths import Empirical, Fixed, LengthDist, LogNormal, TraceLengths, Uniform
 from pagedserve.traces.report import TraceError
 from pagedserve.traces.requests import to_requests
-from pagedserve.traces.sample_files import FOLDER, SAMPLES, sample, sample_names, sample_path
+from pagedserve.traces.sample_files import FOLDER, SAMPLES, named_trace, sample, sample_names, sample_path
 from pagedserve.traces.synthesis import SharedPrefixes, arrival_times, synthesize
 from pagedserve.traces.trace import Trace
 
@@ -187,6 +187,16 @@ def test_samples_are_listed_and_found() -> None:
     assert {path.name for path in FOLDER.glob("*.gz")} == {sample_path(name).name for name in sample_names()}
     with pytest.raises(TraceError, match="'nothing'; choose one of azure_shaped_500"):
         sample("nothing")
+
+
+def test_a_trace_is_named_by_its_sample_or_its_file() -> None:
+    packaged = sample("azure_shaped_500")
+    assert named_trace("sample:azure_shaped_500").sha256() == packaged.sha256()
+    assert named_trace(str(sample_path("azure_shaped_500"))).sha256() == packaged.sha256()
+    with pytest.raises(TraceError, match="no sample trace 'nothing'"):
+        named_trace("sample:nothing")
+    with pytest.raises(FileNotFoundError):
+        named_trace("azure_shaped_500")
 
 
 def test_the_azure_shaped_sample_has_the_published_shape() -> None:

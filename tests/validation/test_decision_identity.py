@@ -32,7 +32,10 @@ RULES = ("serial", "static", "prefill_first", "mixed", "vllm_v1")
 
 
 class FakeDevice:
-    """A runner with random step times and random stops, and the clock that its time passes on."""
+    """A runner with random step times and random stops, and the clock that its time passes on.
+
+    Half of the steps that could be launched before the one before is waited for are.
+    """
 
     def __init__(self, rng: random.Random, stop_share: float) -> None:
         self.now_ns = 0
@@ -43,9 +46,15 @@ class FakeDevice:
     def clock(self) -> int:
         return self.now_ns
 
+    def can_launch_ahead(self, plan: StepPlan) -> bool:
+        assert self._launched, "nothing is in flight, so there is nothing to be ahead of"
+        return self._rng.random() < 0.5
+
     def launch(self, plan: StepPlan) -> None:
         self.now_ns += self._rng.randrange(3)
-        self._launched.append((plan, self.now_ns + self._rng.randrange(1, 1000)))
+        begin_ns = max([self.now_ns, *(done_ns for _, done_ns in self._launched)])
+        self._launched.append((plan, begin_ns + self._rng.randrange(1, 1000)))
+        assert len(self._launched) <= 2
 
     def wait(self) -> Sequence[Outcome]:
         plan, done_ns = self._launched.popleft()

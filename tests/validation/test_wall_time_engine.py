@@ -24,6 +24,8 @@ from pagedserve.validation.wall_time_engine import WallTimeRunner
 RULES = ("serial", "static", "prefill_first", "mixed", "vllm_v1")
 MS = 1_000_000
 COST = ConstantCost(2 * MS, 50_000, 100_000, 300_000)
+SLOW = ConstantCost(2 * MS, 50_000, 100_000, 3 * MS)
+"""The host takes longer than the device."""
 TIGHT = replace(LIMITS, num_blocks=40)
 SLACK_NS = 40
 """The engine's verbs never share an instant, the simulator's do; here at most so many fall on one."""
@@ -57,15 +59,16 @@ def _send(trace: Trace, engine: Engine[WallTimeRunner], clock: EventClock, param
         clock.at(arrival_ns, lambda p=prompt, n=length: engine.submit(p, params, stop_after=n))  # pyright: ignore
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_step_is_planned_and_ends_as_simulate_says(rule: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("rule", "depth", "cost"), [*((r, d, COST) for r in RULES for d in (0, 1)), ("mixed", 1, SLOW)]
+)
+def test_every_step_is_planned_and_ends_as_simulate_says(rule: str, depth: int, cost: ConstantCost) -> None:
     # The trace does not say which blocks the engine's cache would find.
     spec = replace(policy(rule), enable_prefix_caching=False)
     for seed, limits in ((1, LIMITS), (2, TIGHT)):
         trace = trace_of(seed)
-        record, _ = served(trace, COST, spec, limits, depth)
-        expected = simulate(trace, spec, COST, limits, overlap_depth=depth)
+        record, _ = served(trace, cost, spec, limits, depth)
+        expected = simulate(trace, spec, cost, limits, overlap_depth=depth)
         assert (
             record.array("steps", "plan_digest").tolist() == expected.array("steps", "plan_digest").tolist()
         )

@@ -74,74 +74,82 @@ class ServerState:
         return [body.get(name) for body in self.bodies]
 
 
+class _Server(ThreadingHTTPServer):
+    """Each connection in a thread of its own."""
+
+    request_queue_size = 512
+    daemon_threads = True
+
+    def __init__(self, script: Script, models: Status | dict[str, Any]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script, self.models = script, models
+        self.state = ServerState(f"http://127.0.0.1:{self.server_port}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.state.num_connections += 1
+
+    def do_GET(self) -> None:
+        found = self.server.models if self.path == "/v1/models" else Status(404, {"detail": "Not Found"})
+        self._answer(found if isinstance(found, Status) else Status(200, found))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path != "/v1/completions":
+            self._answer(Status(404, {"detail": "Not Found"}))
+            return
+        self.server.state.bodies.append(body)
+        self.server.state.headers.append({name.lower(): value for name, value in self.headers.items()})
+        try:
+            answer = self.server.script(body)
+        except Drop:
+            self.close_connection = True
+            return
+        if isinstance(answer, Status):
+            self._answer(answer)
+        else:
+            self._stream(answer)
+
+    def _answer(self, answer: Status) -> None:
+        body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        self.send_response(answer.code)
+        self.send_header("content-type", answer.content_type)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, pieces: Iterator[bytes]) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            for piece in pieces:
+                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
+        except (Drop, OSError):  # OSError: the client has gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def serving(
     script: Script = tokens_one_by_one, models: Status | dict[str, Any] = MODELS
 ) -> Iterator[ServerState]:
-    """Serve on a free port, each connection in a thread of its own; ``script`` answers completions."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def setup(self) -> None:
-            super().setup()
-            state.num_connections += 1
-
-        def do_GET(self) -> None:
-            found = models if self.path == "/v1/models" else Status(404, {"detail": "Not Found"})
-            self._answer(found if isinstance(found, Status) else Status(200, found))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            if self.path != "/v1/completions":
-                self._answer(Status(404, {"detail": "Not Found"}))
-                return
-            state.bodies.append(body)
-            state.headers.append({name.lower(): value for name, value in self.headers.items()})
-            try:
-                answer = script(body)
-            except Drop:
-                self.close_connection = True
-                return
-            if isinstance(answer, Status):
-                self._answer(answer)
-            else:
-                self._stream(answer)
-
-        def _answer(self, answer: Status) -> None:
-            body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
-            self.send_response(answer.code)
-            self.send_header("content-type", answer.content_type)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _stream(self, pieces: Iterator[bytes]) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream; charset=utf-8")
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            try:
-                for piece in pieces:
-                    self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-                self.wfile.write(b"0\r\n\r\n")
-            except (Drop, OSError):  # OSError: the client has gone
-                self.close_connection = True
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 512
-        daemon_threads = True
-
-    server = Server(("127.0.0.1", 0), Handler)
-    state = ServerState(f"http://127.0.0.1:{server.server_port}")
+    """Serve on a free port; ``script`` answers completions."""
+    server = _Server(script, models)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield state
+        yield server.state
     finally:
         server.shutdown()
         server.server_close()

@@ -210,6 +210,9 @@ function totals({ totals: t, ended, turned_away: turnedAway }) {
     ["steps", count(t.steps)],
     ["preemptions", count(t.preemptions)],
     ["recomputed tokens", count(t.recomputed_tokens)],
+    ...(t.blocks_swapped_out
+      ? [["blocks swapped", `${count(t.blocks_swapped_out)} out, ${count(t.blocks_swapped_in)} in`]]
+      : []),
     ["discarded tokens", count(t.discarded_tokens)],
     ["requests ended", reasons.join(", ") || "0"],
     ["turned away", count(turnedAway)],
