@@ -194,13 +194,11 @@ def attend_part(
     scales: Scales = UNSCALED,
 ) -> None:
     """Write ``out`` [T, H, D] for the tokens of one launch. scales: of keys and of values, for a cache of bytes."""
-    shape, head_dim = launch.shape, spec.head_dim
-    block_size = layer.shape[3]
+    shape = launch.shape
     log2e = math.log2(math.e)
     is_split = launch.partial is not None
     exponent = spec.scale * scales[0]
     cap = 0.0 if spec.soft_cap is None else spec.soft_cap
-    padded_dim = next_power_of_two(head_dim)
     # Rows of scratch are counted from the launch's first token, rows of `out` from the batch's.
     paged_attention_kernel[(launch.num_programs, spec.num_kv_heads, shape.num_splits)](
         out,
@@ -222,9 +220,9 @@ def attend_part(
         layer.stride(0),
         KV_HEADS=spec.num_kv_heads,
         GROUP=spec.group,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        BLOCK_SIZE=block_size,
+        HEAD_DIM=spec.head_dim,
+        PADDED_DIM=next_power_of_two(spec.head_dim),
+        BLOCK_SIZE=layer.shape[3],
         BLOCK_Q=shape.block_q,
         BLOCK_M=shape.block_m,
         TILE=shape.tile,
@@ -238,18 +236,22 @@ def attend_part(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    if not is_split:
-        return
+    if is_split:
+        _merge_splits(out, launch, spec, scales[1])
+
+
+def _merge_splits(out: torch.Tensor, launch: Launch, spec: AttentionSpec, value_scale: float) -> None:
+    """Write the launch's rows of ``out`` from its scratch."""
     num_rows = (launch.last_token - launch.first_token) * spec.num_heads
     merge_splits_kernel[(-(-num_rows // MERGED_ROWS),)](
         out[launch.first_token : launch.last_token],
         launch.partial,
         launch.stats,
-        scales[1],
+        value_scale,
         num_rows,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        NUM_SPLITS=shape.num_splits,
+        HEAD_DIM=spec.head_dim,
+        PADDED_DIM=next_power_of_two(spec.head_dim),
+        NUM_SPLITS=launch.shape.num_splits,
         BLOCK_R=MERGED_ROWS,
         num_warps=4,
     )

@@ -11,10 +11,10 @@ one matrix, so that even a single token gives a tensor core 16 rows (the packing
 over tiles of TILE positions with a running maximum and sum (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023).
 
 Split-KV (Flash-Decoding, Dao et al. 2023): where few programs would leave most of a device idle, the positions of a
-sequence are cut into splits, each a program of its own, and `_merge_kernel` joins them. Splits are either a number
-per sequence, chosen for speed, or of a fixed number of positions (SPLIT > 0, the invariant mode): then every row's
-sums are made of the same terms in the same order whatever else is in the batch and however a prompt was cut, and a
-program that walks over several splits joins them by the very arithmetic of `_merge_kernel`.
+sequence are cut into splits, each a program of its own, and `merge_splits_kernel` joins them. Splits are either a
+number per sequence, chosen for speed, or of a fixed number of positions (SPLIT > 0, the invariant mode): then every
+row's sums are made of the same terms in the same order whatever else is in the batch and however a prompt was cut,
+and a program that walks over several splits joins them by the very arithmetic of `merge_splits_kernel`.
 
 Offsets into the cache are 64 bits: a block's number times its size passes 2^31 in caches of ordinary size.
 """
@@ -23,8 +23,8 @@ Offsets into the cache are 64 bits: a block's number times its size passes 2^31 
 import triton
 import triton.language as tl
 
-from pagedserve.kernels.fp8 import e4m3_to_float
-from pagedserve.kernels.interpreted import loop_bound, product
+from pagedserve.kernels.attention_tiles import attend_tiles, empty_state, join
+from pagedserve.kernels.interpreted import loop_bound
 
 
 @triton.jit
@@ -43,89 +43,44 @@ def _find_sequence(starts_ptr, program, num_sequences, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
-
-
-@triton.jit
-def _attend_tile(
-    query,
-    row_position,
-    row_valid,
-    peak,
-    total,
-    mixed,
-    tile,
-    end,
-    first_seen,
-    table_ptr,
-    keys_ptr,
-    values_ptr,
-    stride_block,
-    exponent,
-    cap,
-    cap_factor,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def _load_query(
+    query_ptr, place, head, row_valid, stride_query, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):
-    """One tile's scores and values, taken into the running maximum [M], sum [M] and mix [M, D]."""
+    """Query rows [M, D]: head ``head`` [M] of token ``place`` [M]."""
     dims = tl.arange(0, PADDED_DIM)
-    position = tile * TILE + tl.arange(0, TILE)
-    written = (position < end) & (position >= first_seen)
-    if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
-        slot = block * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
-    else:
-        blocks = tl.load(table_ptr + position // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
-        slot = blocks * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
-    # What no token was written to may hold NaN, which a weight of zero would not stop: it is not read.
-    keys = tl.load(
-        keys_ptr + slot[None, :] + dims[:, None],
-        mask=written[None, :] & (dims[:, None] < HEAD_DIM),
+    return tl.load(
+        query_ptr + place[:, None] * stride_query + head[:, None] * HEAD_DIM + dims[None, :],
+        mask=row_valid[:, None] & (dims[None, :] < HEAD_DIM),
         other=0.0,
     )
-    values = tl.load(
-        values_ptr + slot[:, None] + dims[None, :],
-        mask=written[:, None] & (dims[None, :] < HEAD_DIM),
-        other=0.0,
-    )
-    if IS_FP8:
-        keys = e4m3_to_float(keys).to(query.dtype)
-        values = e4m3_to_float(values).to(query.dtype)
-    scores = product(query, keys, PRECISION, INTERPRETED) * exponent
-    if HAS_CAP:
-        scores = cap * _tanh(scores / cap) * cap_factor
-    seen = row_valid[:, None] & (position[None, :] <= row_position[:, None]) & written[None, :]
-    if WINDOW > 0:
-        seen = seen & (position[None, :] > row_position[:, None] - WINDOW)
-    scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
-    factor = tl.exp2(peak - base)
-    total = total * factor + tl.sum(weights, 1)
-    mixed = mixed * factor[:, None] + product(weights.to(values.dtype), values, PRECISION, INTERPRETED)
-    return higher, total, mixed
 
 
 @triton.jit
-def _join(peak, total, mixed, other_peak, other_total, other_mixed):
-    """Two splits of one row, the earlier first; either may be empty (a peak of -inf)."""
-    higher = tl.maximum(peak, other_peak)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    mine = tl.exp2(peak - base)
-    other = tl.exp2(other_peak - base)
-    # Explicit, so that every compiler rounds at the same places.
-    total = tl.fma(total, mine, other_total * other)
-    mixed = tl.fma(mixed, mine[:, None], other_mixed * other[:, None])
-    return higher, total, mixed
+def _own_tiles(low, high, split, NUM_SPLITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """A split's share of tiles ``low`` to ``high``: those of its positions, or one part in NUM_SPLITS."""
+    if SPLIT > 0:
+        first = split * (SPLIT // TILE)
+        low = tl.maximum(low, first)
+        high = tl.minimum(high, first + SPLIT // TILE)
+    else:
+        tiles = tl.cdiv(high - low, NUM_SPLITS)
+        low = low + split * tiles
+        high = tl.minimum(high, low + tiles)
+    return low, high
+
+
+@triton.jit
+def _store_result(
+    out_ptr, place, is_row, total, mixed, value_scale, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr
+):
+    """Write the mix over the sum to rows ``place`` of out_ptr [rows, D]."""
+    dims = tl.arange(0, PADDED_DIM)
+    result = mixed / tl.where(is_row, total, 1.0)[:, None] * value_scale
+    tl.store(
+        out_ptr + place[:, None] * HEAD_DIM + dims[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (dims[None, :] < HEAD_DIM),
+    )
 
 
 # Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
@@ -184,71 +139,49 @@ def paged_attention_kernel(
     if first_row >= count:
         return
     context = tl.load(contexts_ptr + sequence)
+    # The program's rows: BLOCK_Q tokens, the query heads of one group of each.
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PADDED_DIM)
     token = first_row + rows // GROUP
     row_valid = (token < count) & (rows < BLOCK_Q * GROUP)
     row_position = context + token
     row = (start + token).to(tl.int64)
     head = kv_head * GROUP + rows % GROUP
-    query = tl.load(
-        query_ptr + row[:, None] * stride_query + head[:, None] * HEAD_DIM + dims[None, :],
-        mask=row_valid[:, None] & (dims[None, :] < HEAD_DIM),
-        other=0.0,
-    )
+    query = _load_query(query_ptr, row, head, row_valid, stride_query, HEAD_DIM, PADDED_DIM)
+    # What they see: positions first_seen to end, in tiles low to high.
     end = context + tl.minimum(first_row + BLOCK_Q, count)
     first_seen = 0
     if WINDOW > 0:
         first_seen = tl.maximum(0, context + first_row - WINDOW + 1)
+    low = first_seen // TILE
+    high = tl.cdiv(end, TILE)
     table = tables_ptr + sequence.to(tl.int64) * stride_table
     keys = layer_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    low = first_seen // TILE
-    high = tl.cdiv(end, TILE)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     if SPLIT > 0 and NUM_SPLITS == 1:
+        peak, total, mixed = empty_state(BLOCK_M, PADDED_DIM)
         first_part = low * TILE // SPLIT
         for part in range(loop_bound(first_part, INTERPRETED), loop_bound(tl.cdiv(end, SPLIT), INTERPRETED)):
-            own_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            own_total = tl.zeros([BLOCK_M], tl.float32)
-            own_mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            first = tl.maximum(low, part * (SPLIT // TILE))
-            behind = tl.minimum(high, (part + 1) * (SPLIT // TILE))
-            for tile in range(loop_bound(first, INTERPRETED), loop_bound(behind, INTERPRETED)):
-                own_peak, own_total, own_mixed = _attend_tile(
-                    query, row_position, row_valid, own_peak, own_total, own_mixed, tile, end, first_seen,
-                    table, keys, values, stride_block, exponent, cap, cap_factor,
-                    BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
-                )  # fmt: skip
-            peak, total, mixed = _join(peak, total, mixed, own_peak, own_total, own_mixed)
+            part_low, part_high = _own_tiles(low, high, part, NUM_SPLITS, SPLIT, TILE)
+            own_peak, own_total, own_mixed = attend_tiles(
+                part_low, part_high, query, row_position, row_valid, end, first_seen,
+                table, keys, values, stride_block, exponent, cap, cap_factor, BLOCK_SIZE,
+                HEAD_DIM, PADDED_DIM, BLOCK_M, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
+            )  # fmt: skip
+            peak, total, mixed = join(peak, total, mixed, own_peak, own_total, own_mixed)
     else:
         if NUM_SPLITS > 1:
-            tiles = tl.cdiv(high - low, NUM_SPLITS)
-            if SPLIT > 0:
-                first = split * (SPLIT // TILE)
-                low = tl.maximum(low, first)
-                high = tl.minimum(high, first + SPLIT // TILE)
-            else:
-                low = low + split * tiles
-                high = tl.minimum(high, low + tiles)
-        for tile in range(loop_bound(low, INTERPRETED), loop_bound(high, INTERPRETED)):
-            peak, total, mixed = _attend_tile(
-                query, row_position, row_valid, peak, total, mixed, tile, end, first_seen,
-                table, keys, values, stride_block, exponent, cap, cap_factor,
-                BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
-            )  # fmt: skip
-    kept = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
+            low, high = _own_tiles(low, high, split, NUM_SPLITS, SPLIT, TILE)
+        peak, total, mixed = attend_tiles(
+            low, high, query, row_position, row_valid, end, first_seen,
+            table, keys, values, stride_block, exponent, cap, cap_factor, BLOCK_SIZE,
+            HEAD_DIM, PADDED_DIM, BLOCK_M, TILE, WINDOW, HAS_CAP, IS_FP8, PRECISION, INTERPRETED,
+        )  # fmt: skip
     if NUM_SPLITS == 1:
         place = row * (KV_HEADS * GROUP) + head
-        result = mixed / tl.where(row_valid, total, 1.0)[:, None] * value_scale
-        tl.store(
-            out_ptr + place[:, None] * HEAD_DIM + dims[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=kept,
-        )
+        _store_result(out_ptr, place, row_valid, total, mixed, value_scale, HEAD_DIM, PADDED_DIM)
     else:
+        dims = tl.arange(0, PADDED_DIM)
+        kept = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
         place = ((row - first_token) * (KV_HEADS * GROUP) + head) * NUM_SPLITS + split
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mixed, mask=kept)
         tl.store(stats_ptr + place * 2, peak, mask=row_valid)
@@ -271,9 +204,7 @@ def merge_splits_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, PADDED_DIM)
     is_row = row < num_rows
-    peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    mixed = tl.zeros([BLOCK_R, PADDED_DIM], tl.float32)
+    peak, total, mixed = empty_state(BLOCK_R, PADDED_DIM)
     for split in range(NUM_SPLITS):
         place = row * NUM_SPLITS + split
         own_peak = tl.load(stats_ptr + place * 2, mask=is_row, other=float("-inf"))
@@ -284,9 +215,5 @@ def merge_splits_kernel(
             mask=is_row[:, None] & (dims[None, :] < HEAD_DIM),
             other=0.0,
         )
-        peak, total, mixed = _join(peak, total, mixed, own_peak, own_total, own_mixed)
-    result = mixed / tl.where(is_row, total, 1.0)[:, None] * value_scale
-    kept = is_row[:, None] & (dims[None, :] < HEAD_DIM)
-    tl.store(
-        out_ptr + row[:, None] * HEAD_DIM + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=kept
-    )
+        peak, total, mixed = join(peak, total, mixed, own_peak, own_total, own_mixed)
+    _store_result(out_ptr, row, is_row, total, mixed, value_scale, HEAD_DIM, PADDED_DIM)

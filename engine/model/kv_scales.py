@@ -7,7 +7,7 @@ From the checkpoint where it has them, under the names that vLLM reads; else mea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -85,10 +85,10 @@ def read_scales(source: TensorSource, num_layers: int) -> KVScales:
     )
 
 
-def _read(source: TensorSource, present: object, layer: int, names: Sequence[str]) -> float | None:
+def _read(source: TensorSource, present: Container[str], layer: int, names: Sequence[str]) -> float | None:
     found: dict[str, float] = {}
     for name in (f"model.layers.{layer}.self_attn.{name}" for name in names):
-        if name not in present:  # pyright: ignore[reportOperatorIssue]
+        if name not in present:
             continue
         tensor = source.get(name)
         if tensor.numel() != 1:

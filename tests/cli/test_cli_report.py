@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no JSON": (_edit("header.json", lambda text: text[:-9]), ("header.json", "expected JSON")),
     "no text": (_edit("header.json", lambda text: b"\xff\xfe" + text), ("header.json",)),
     "another version": (
-        _edit("header.json", lambda text: text.replace(b'"format_version": 2', b'"format_version": 9')),
+        _edit("header.json", lambda text: text.replace(b'"format_version": 3', b'"format_version": 9')),
         ("format_version", "expected one of (1, 2, 3), found 9"),
     ),
     "no limits": (
