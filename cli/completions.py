@@ -101,7 +101,7 @@ def _position(position: PositionLogprobs, decode: Callable[[list[int]], str]) ->
 
 
 def statistics(completions: Sequence[Completion], summary: Summary) -> str:
-    """One line: how outputs ended, throughput, latency, memory and concurrency."""
+    """One line: how outputs ended, throughput, latency, memory, concurrency, and preemptions if there were any."""
     reasons = Counter(completion.finish_reason for completion in completions)
     ended = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     shown = [
@@ -112,8 +112,20 @@ def statistics(completions: Sequence[Completion], summary: Summary) -> str:
         f"KV occupancy {_number(summary.kv_occupancy_mean * 100)}%",
         f"KV waste {_number(summary.waste_mean * 100)}%",
         f"peak running {summary.num_running_peak}",
+        *_preemptions(summary),
     ]
     return ", ".join(shown)
+
+
+def _preemptions(summary: Summary) -> list[str]:
+    if not summary.num_preemptions:
+        return []
+    swapped = summary.num_blocks_swapped_out
+    return [
+        f"preemptions {summary.num_preemptions:.0f}",
+        f"recomputed tokens {summary.num_recomputed_tokens:.0f}",
+        *([f"KV blocks swapped out {swapped:.0f}"] if swapped else []),
+    ]
 
 
 def _number(value: float) -> str:

@@ -90,6 +90,8 @@ def test_generate_swaps_and_says_the_same(
     assert ids(ran) == roomy
     assert "KV blocks in host memory" in ran.err
     metrics = json.loads(ran.out)["metrics"]
+    told = f", recomputed tokens 0, KV blocks swapped out {metrics['num_blocks_swapped_out']:.0f}\n"
+    assert told in ran.err
     assert metrics["num_blocks_swapped_out"] == metrics["num_blocks_swapped_in"] > 0
     assert (metrics["num_recomputed_tokens"], metrics["num_cpu_blocks_peak"] > 0) == (0, True)
     record = RunRecord.load(tmp_path / "runs" / "mixed")
