@@ -59,9 +59,8 @@ def _load_query(
 def _own_tiles(low, high, split, NUM_SPLITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
     """A split's share of tiles ``low`` to ``high``: those of its positions, or one part in NUM_SPLITS."""
     if SPLIT > 0:
-        first = split * (SPLIT // TILE)
-        low = tl.maximum(low, first)
-        high = tl.minimum(high, first + SPLIT // TILE)
+        low = tl.maximum(low, split * (SPLIT // TILE))
+        high = tl.minimum(high, (split + 1) * (SPLIT // TILE))
     else:
         tiles = tl.cdiv(high - low, NUM_SPLITS)
         low = low + split * tiles

@@ -43,13 +43,6 @@ def _load_halves(place, kept, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _store_halves(place, first, second, kept, HEAD_DIM: tl.constexpr):
-    """Write both halves of heads, in the dtype of what ``place`` points at."""
-    tl.store(place, first.to(place.dtype.element_ty), mask=kept)
-    tl.store(place + HEAD_DIM // 2, second.to(place.dtype.element_ty), mask=kept)
-
-
-@triton.jit
 def _rotated(place, kept, half, cos, sin, weight_ptr, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
     """Both halves of rotated heads, normed before where there is a norm; as `_load_halves`."""
     first, second = _load_halves(place, kept, HEAD_DIM)
@@ -66,17 +59,20 @@ def _rotated(place, kept, half, cos, sin, weight_ptr, eps, HEAD_DIM: tl.constexp
 
 
 @triton.jit
-def _as_bytes(values, scale):
-    return float_to_e4m3(tl.div_rn(values, tl.full(values.shape, 0.0, tl.float32) + scale))
+def _cached(values, scale, entry, IS_FP8: tl.constexpr):
+    """What the cache holds of float32 values; ``entry`` points at it."""
+    if IS_FP8:
+        cached = float_to_e4m3(tl.div_rn(values, tl.full(values.shape, 0.0, tl.float32) + scale))
+    else:
+        cached = values.to(entry.dtype.element_ty)
+    return cached
 
 
 @triton.jit
 def _write_entry(entry, first, second, scale, kept, HEAD_DIM: tl.constexpr, IS_FP8: tl.constexpr):
-    """Write both halves of heads to the cache: as they are, or e4m3 of them over the scale."""
-    if IS_FP8:
-        _store_halves(entry, _as_bytes(first, scale), _as_bytes(second, scale), kept, HEAD_DIM)
-    else:
-        _store_halves(entry, first, second, kept, HEAD_DIM)
+    """Write both halves of heads to the cache."""
+    tl.store(entry, _cached(first, scale, entry, IS_FP8), mask=kept)
+    tl.store(entry + HEAD_DIM // 2, _cached(second, scale, entry, IS_FP8), mask=kept)
 
 
 # Sizes that change from step to step: specialised, each kind of number would be compiled anew while serving.
@@ -130,20 +126,21 @@ def rope_kv_kernel(
         first, second = _rotated(
             source + place, kept, half, cos, sin, query_norm_ptr, eps, HEAD_DIM, HAS_NORM
         )
-        _store_halves(query_ptr + token * (HEADS * HEAD_DIM) + place, first, second, kept, HEAD_DIM)
+        out = query_ptr + token * (HEADS * HEAD_DIM) + place
+        tl.store(out, first.to(query_ptr.dtype.element_ty), mask=kept)
+        tl.store(out + HEAD_DIM // 2, second.to(query_ptr.dtype.element_ty), mask=kept)
     else:
         slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
         head = (part - query_parts) * HEADS_BLOCK + heads
         kept = inside & (head < KV_HEADS) & (slot >= 0)
         keys = source + HEADS * HEAD_DIM + head * HEAD_DIM + half
-        values = keys + KV_HEADS * HEAD_DIM
-        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * HEAD_DIM
-        key_entry = layer_ptr + row + head * (BLOCK_SIZE * HEAD_DIM) + half
-        value_entry = key_entry + KV_HEADS * BLOCK_SIZE * HEAD_DIM
         first, second = _rotated(keys, kept, half, cos, sin, key_norm_ptr, eps, HEAD_DIM, HAS_NORM)
-        _write_entry(key_entry, first, second, key_scale, kept, HEAD_DIM, IS_FP8)
-        first, second = _load_halves(values, kept, HEAD_DIM)
-        _write_entry(value_entry, first, second, value_scale, kept, HEAD_DIM, IS_FP8)
+        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * HEAD_DIM
+        entry = layer_ptr + row + head * (BLOCK_SIZE * HEAD_DIM) + half
+        _write_entry(entry, first, second, key_scale, kept, HEAD_DIM, IS_FP8)
+        first, second = _load_halves(keys + KV_HEADS * HEAD_DIM, kept, HEAD_DIM)
+        entry += KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        _write_entry(entry, first, second, value_scale, kept, HEAD_DIM, IS_FP8)
 
 
 @dataclass(frozen=True, slots=True)
