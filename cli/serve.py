@@ -18,7 +18,7 @@ from pagedserve.cli.policy_options import described
 from pagedserve.cli.run_options import LIMITS_PANEL
 from pagedserve.cli.simulate import SavingOptions
 from pagedserve.cli.simulated_options import SimulatedOptions
-from pagedserve.cli.values import real, whole
+from pagedserve.cli.values import whole
 from pagedserve.engine.server.settings import KEYS_VARIABLE, ApiKeys, ServerSettings
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ Examples:
 EXIT_FAILED = 1
 SERVER_PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SECONDS = real(0, above=True)
 DEFAULT = ServerSettings(("model",))
 
 

@@ -146,7 +146,7 @@ def _measured_here(engine: Engine, model_name: str, grid: str, screen: Screen) -
 
     with as_bad_input():
         GRIDS[grid].fitting(engine.limits)
-    return measured(engine, model_name, grid, screen)
+        return measured(engine, model_name, grid, screen)
 
 
 def _validated(

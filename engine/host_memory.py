@@ -19,6 +19,8 @@ class HostMemory:
 
     def check(self, policy: Policy) -> None:
         """ValueError if it is asked for twice, if the policy would never use it, or if the policy needs some."""
+        if (self.swap_space or 0) < 0:
+            raise ValueError(f"swap_space is {self.swap_space:g} GiB; it must be at least 0")
         given = {"num_cpu_blocks": self.num_cpu_blocks, "swap_space": self.swap_space}
         named = [f"{name} is {value:g}" for name, value in given.items() if value]
         if len(named) > 1:

@@ -144,7 +144,7 @@ def default_num_blocks(model: Model, max_model_len: int, max_num_seqs: int, bloc
     One sequence of full length always gets its blocks, if they fit a third of the free memory.
     """
     one = -(-max_model_len // block_size)
-    block_bytes = block_bytes_of(model, block_size)
+    block_bytes = _machine_block_bytes(model, block_size)
     wanted = min(max_num_seqs * one, max(one, DEFAULT_KV_BYTES // block_bytes))
     free = available_bytes(model.device)
     if free is None:
@@ -157,13 +157,18 @@ def default_num_blocks(model: Model, max_model_len: int, max_num_seqs: int, bloc
 
 def check_num_blocks(model: Model, num_blocks: int, block_size: int) -> None:
     """Raise `PoolTooLarge` if the free memory does not hold so many KV blocks."""
-    block_bytes, free = block_bytes_of(model, block_size), available_bytes(model.device)
+    block_bytes, free = _machine_block_bytes(model, block_size), available_bytes(model.device)
     if free is not None and num_blocks * block_bytes > free:
         raise PoolTooLarge(
             f"num_blocks {num_blocks}: so many KV blocks of {block_size} tokens need "
             f"{num_blocks * block_bytes / GIB:,.2f} GiB and {free / GIB:,.2f} GiB are free: at most "
             f"{free // block_bytes} would fit; leave it out for a good number"
         )
+
+
+def _machine_block_bytes(model: Model, block_size: int) -> int:
+    """Bytes of one KV block in the memory that is asked: that of a GPU, or of a CPU that all ranks share."""
+    return block_bytes_of(model, block_size) * (model.ranks.size if model.device.type == "cpu" else 1)
 
 
 def block_bytes_of(model: Model, block_size: int) -> int:

@@ -189,6 +189,7 @@ class ModelRunner:
         prompts: Sequence[PromptRows],
     ) -> StepResult:
         """On a GPU everything is put in line, and nothing waited for."""
+        _enter_thread(self.model.device)  # at depth 0 it is whichever thread steps
         if self._host is not None:
             run_swaps(self.kv, self._host, plan)
         batch, copies = self.table.complete(inputs), HostCopies(self.model.device)

@@ -13,6 +13,9 @@ from pagedserve.kernels.host_cache import HostCache, HostMemoryTooSmall
 from pagedserve.kernels.kv_cache import KVCache
 from pagedserve.policy import Limits, StepPlan, Swap
 
+MOST_OF_FREE = 0.8
+"""Of the free host memory: it is committed at once, and a machine without any left stands still."""
+
 
 def host_cache_of(kv: KVCache, limits: Limits) -> HostCache | None:
     """The host blocks beside a cache: those that it has from an engine before, or new ones; None if there are none.
@@ -51,11 +54,11 @@ def planned_cpu_blocks(model: Model, limits: Limits, asked: HostMemory) -> int:
     wanted, free = asked.num_blocks(block_bytes), available_bytes("cpu")
     if wanted and free is not None:
         each = block_bytes * model.ranks.size
-        left = free - (limits.num_blocks * each if model.device.type == "cpu" else 0)
+        left = int(free * MOST_OF_FREE) - (limits.num_blocks * each if model.device.type == "cpu" else 0)
         if wanted * each > left:
             raise HostMemoryTooSmall(
                 f"num_cpu_blocks {wanted}: so many KV blocks of {limits.block_size} tokens need "
-                f"{wanted * each / GIB:,.2f} GiB of host memory and {max(0, left) / GIB:,.2f} GiB are left: at most "
-                f"{max(0, left) // each} would fit"
+                f"{wanted * each / GIB:,.2f} GiB of host memory and {max(0, left) / GIB:,.2f} GiB are left of the "
+                f"{MOST_OF_FREE:.0%} that may be taken of what is free: at most {max(0, left) // each} would fit"
             )
     return wanted

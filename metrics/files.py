@@ -13,7 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pagedserve.metrics.record import RecordError, RunRecord, check_header, check_schema
-from pagedserve.metrics.record_tables import CLIENT_SCHEMAS, OPTIONAL_TABLES, SCHEMAS, SINCE_VERSION_3, TABLES
+from pagedserve.metrics.record_tables import (
+    CLIENT_SCHEMAS,
+    FORMAT_VERSION,
+    OPTIONAL_TABLES,
+    SCHEMAS,
+    SINCE_VERSION_3,
+    TABLES,
+)
 
 HEADER_FILE = "header.json"
 
@@ -49,6 +56,7 @@ def read_record(folder: Path) -> RunRecord:
             tables[name] = None
         else:
             tables[name] = _read_table(name, path, header)
+    header["format_version"] = FORMAT_VERSION  # the tables are this version's now
     try:
         return RunRecord(header, **tables)
     except RecordError as error:  # a null or a word that is not allowed: found in memory, name the folder

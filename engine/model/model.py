@@ -104,6 +104,8 @@ class Model:
         self.communicator = communicator
         self.ranks: Ranks = NO_RANKS
         config, self.dtype, self.device = self.local, dtype, torch.device(device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton's kernels and graphs run on their thread's own
         self.max_model_len = num_positions if max_model_len is None else max_model_len
         spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
         self.attention = (

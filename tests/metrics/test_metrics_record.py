@@ -12,7 +12,7 @@ from metrics_toy_runs import toy_record
 from pagedserve.metrics import files
 from pagedserve.metrics.identity import first_difference
 from pagedserve.metrics.record import RecordError, RunRecord, build_table
-from pagedserve.metrics.record_tables import SCHEMAS, SINCE_VERSION_3, TABLES
+from pagedserve.metrics.record_tables import FORMAT_VERSION, SCHEMAS, SINCE_VERSION_3, TABLES
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def test_a_record_from_before_swaps_is_read_as_one_without(
         RunRecord.load(tmp_path)
     (tmp_path / "header.json").write_text(json.dumps({**header(kind=kind), "format_version": 2}))
     loaded = RunRecord.load(tmp_path)
+    assert loaded.header["format_version"] == FORMAT_VERSION
     none = None if kind == "client" else 0
     assert loaded.steps.column("num_blocks_swapped_in").to_pylist() == [none]
     assert loaded.plans is not None
