@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -85,36 +85,35 @@ class LLM:
         how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
         how |= {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
         loaded = _loaded(model, tensor_parallel_size, progress, **how)
-        self.model = loaded.model
-        self.tokenizer = load_tokenizer(loaded.files)
-        if max_model_len is None:
-            max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
-        limits = Limits(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            max_num_queued_reqs=max_num_queued_reqs,
-        )
-        vocabulary = vocabulary_of(loaded, self.tokenizer)
-        if calculate_kv_scales:
-            calibrate(self.model, vocabulary.encode, vocabulary.size, max_model_len)
-        num_host_blocks = host.num_blocks(block_bytes_of(self.model, block_size))
-        sizes = (num_blocks, gpu_memory_utilization, num_host_blocks)
-        num_blocks, why = plan_num_blocks(self.model, limits, *sizes, has_graphs=not enforce_eager)
-        limits = replace(limits, num_blocks=num_blocks)
-        limits = replace(limits, num_cpu_blocks=planned_cpu_blocks(self.model, limits, host))
-        self.engine = Engine(
-            self.model,
-            vocabulary,
-            spec,
-            limits,
-            overlap_depth=overlap_depth,
-            seed=seed,
-            record=record,
-        )
-        graphs = _record_graphs(self.engine, enforce_eager, progress)
-        self.decisions = (*_decisions(loaded, self.engine, why), *graphs)
+        with ExitStack() as undo:
+            if not isinstance(model, LoadedModel):
+                undo.callback(
+                    loaded.model.ranks.close
+                )  # or its processes would outlive a mistake found below
+            self.model = loaded.model
+            self.tokenizer = load_tokenizer(loaded.files)
+            if max_model_len is None:
+                max_model_len = min(self.model.max_model_len, DEFAULT_MAX_MODEL_LEN)
+            limits = Limits(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                max_num_queued_reqs=max_num_queued_reqs,
+            )
+            vocabulary = vocabulary_of(loaded, self.tokenizer)
+            if calculate_kv_scales:
+                calibrate(self.model, vocabulary.encode, vocabulary.size, max_model_len)
+            num_host_blocks = host.num_blocks(block_bytes_of(self.model, block_size))
+            sizes = (num_blocks, gpu_memory_utilization, num_host_blocks)
+            num_blocks, why = plan_num_blocks(self.model, limits, *sizes, has_graphs=not enforce_eager)
+            limits = replace(limits, num_blocks=num_blocks)
+            limits = replace(limits, num_cpu_blocks=planned_cpu_blocks(self.model, limits, host))
+            how_run: dict[str, Any] = {"overlap_depth": overlap_depth, "seed": seed, "record": record}
+            self.engine = Engine(self.model, vocabulary, spec, limits, **how_run)
+            graphs = _record_graphs(self.engine, enforce_eager, progress)
+            self.decisions = (*_decisions(loaded, self.engine, why), *graphs)
+            undo.pop_all()
 
     def generate(
         self,
