@@ -222,6 +222,8 @@ def provenance_of(engine: Engine) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.attention.name,
+        "kv_cache_dtype": "fp8" if model.has_byte_cache else "auto",
+        "tensor_parallel_size": model.ranks.size,
         "has_graphs": engine.runner.graphs is not None,
         "limits": asdict(engine.limits),
         "versions": {

@@ -78,7 +78,7 @@ class StepInputs:
 
     ``batch`` lacks the tokens of its decodes until `SequenceTable.complete`. On the device, int64:
     decode_seats [D]; sampled_seats, last_rows [R], the row of each one's last token in the batch;
-    seated, seated_tokens [N]: seats taken with this step by sequences that go on without a chunk.
+    seated, seated_tokens [N]: seats taken with this step by sequences that decode at once, as a profiler plans it.
     positions: int64 [R] on the host, the place that each sampled token will have in its sequence.
     """
 

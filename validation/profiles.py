@@ -11,6 +11,9 @@ from pagedserve.engine.profiler import provenance_of
 from pagedserve.metrics.profile import Profile
 
 MUST_AGREE = ("geometry", "device_name", "dtype", "attention", "num_threads")
+MUST_AGREE += ("kv_cache_dtype", "tensor_parallel_size", "has_graphs")
+UNSAID = {"kv_cache_dtype": "auto", "tensor_parallel_size": 1, "has_graphs": False}
+"""What a profile means that is older than the word for it."""
 GEOMETRY = (
     "vocab_size",
     "hidden_size",
@@ -29,9 +32,9 @@ def check_profile(profile: Profile, engine: Engine) -> None:
     """
     here, there = provenance_of(engine), profile.provenance
     differing = [
-        f"{name} {_shown(there.get(name))} in the profile, {_shown(here[name])} here"
+        f"{name} {_shown(there.get(name, UNSAID.get(name)))} in the profile, {_shown(here[name])} here"
         for name in MUST_AGREE
-        if _shown(there.get(name)) != _shown(here[name])
+        if _shown(there.get(name, UNSAID.get(name))) != _shown(here[name])
     ]
     if differing:
         raise ValueError(

@@ -106,7 +106,7 @@ def test_a_seat_taken_over_while_its_former_owner_is_in_flight() -> None:
 
 @pytest.mark.parametrize("has_chunk", [False, True])
 def test_who_is_seated_without_a_chunk_goes_on_from_the_last_token_it_has(has_chunk: bool) -> None:
-    """As after a swap; behind the former owner's token, which is written later than this is laid out."""
+    """As the profiler seats them; behind the former owner's token, which is written later than this is laid out."""
     table = table_of_one_seat()
     (old, its), (new, own) = mirrored(0, 11, 12), mirrored(1, 21, 22, 23)
     first = StepPlan(0, (old,), (PrefillChunk(0, 0, 2, True),), new_blocks=((0, (3,)),))

@@ -186,9 +186,18 @@ def test_ctrl_c_ends_a_replay_and_its_sender():
     assert not any(thread.name == "pagedserve-sender" for thread in threading.enumerate())
 
 
-def test_a_profile_of_something_else_is_refused():
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [
+        ("dtype", "bfloat16", "float32"),
+        ("kv_cache_dtype", "fp8", "auto"),
+        ("tensor_parallel_size", 2, 1),
+        ("has_graphs", True, False),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(name: str, there: object, here: object):
     with idle_engine() as engine:
         check_profile(tiny_profile(), engine)
-        other = {**tiny_profile().provenance, "dtype": "bfloat16"}
-        with pytest.raises(ValueError, match="dtype bfloat16 in the profile, float32 here"):
+        other = {**tiny_profile().provenance, name: there}
+        with pytest.raises(ValueError, match=f"{name} {there} in the profile, {here} here"):
             check_profile(Profile(other, tiny_profile().steps, tiny_profile().host), engine)
