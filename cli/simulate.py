@@ -131,6 +131,7 @@ def _check(
     policies: Sequence[Policy], limits: Limits, trace: Trace, run: RunOptions, cost: CostModel
 ) -> None:
     """Raise ValueError for what `simulate` would refuse, before anything is printed."""
+    from pagedserve.simulator.constant import ConstantCost
     from pagedserve.simulator.cost import check_priced
     from pagedserve.traces.requests import to_requests
 
@@ -138,6 +139,8 @@ def _check(
         raise ValueError(
             f"num_cpu_blocks is {limits.num_cpu_blocks} and no policy swaps: leave it out, or swap"
         )
+    if isinstance(cost, ConstantCost) and cost.per_swapped_block_ns and not limits.num_cpu_blocks:
+        raise ValueError("--swap-block-us is given and nothing is swapped: leave it out, or swap")
     for policy in policies:
         check_priced(cost, policy, limits)
         Scheduler(policy, limits, run.overlap_depth)

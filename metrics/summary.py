@@ -66,8 +66,8 @@ class Summary:
     requests / blocks in the pool, cached ones excluded; NaN for a pool without limit. ``waste_mean``:
     wasted slot-time / allocated slot-time, so only while blocks are allocated. ``recomputed_share``: of all
     tokens computed. ``num_blocks_swapped_out`` and ``_in``: copied to and from host memory, of which
-    ``num_cpu_blocks_peak`` blocks were used at once. ``prefix_hit_rate``: hit tokens / prompt tokens of
-    requests that were ever scheduled.
+    at most ``num_cpu_blocks_peak`` were used behind a step's copies. ``prefix_hit_rate``: hit tokens / prompt
+    tokens of requests that were ever scheduled.
 
     ``slo_attainment``: share of all requests, those refused or aborted included, that finished within the
     bounds; ``goodput_per_s``: their number / ``duration_s``. A reply of one token has no TPOT to miss.

@@ -70,7 +70,7 @@ DEVICES = {
             bytes_per_s=4e12,
             bandwidth_source="NVIDIA GH200 Grace Hopper Superchip datasheet: HBM3 up to 4 TB/s",
             memory_bytes=97_871 * MIB,
-            memory_source="NVIDIA GH200 Grace Hopper Superchip datasheet: 96 GB; nvidia-smi reports 97,871 MiB",
+            memory_source="NVIDIA GH200 Grace Hopper Superchip datasheet: 96 GB; the MiB a driver offers: unchecked",
             host_bytes_per_s=450e9,
             host_link_source="NVIDIA GH200 Grace Hopper Superchip datasheet: NVLink-C2C 900 GB/s, half each way",
         ),

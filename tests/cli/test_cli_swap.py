@@ -62,6 +62,10 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         (SWAP, ("swap", "--num-cpu-blocks is 0")),
         (("--num-cpu-blocks", "8"), ("--num-cpu-blocks is 8 and no policy swaps", "leave it out, or swap")),
         (("--swap-block-us", "8"), ("--swap-block-us", "roofline")),
+        (
+            ("--cost", "constant", "--step-us", "900", "--swap-block-us", "8"),
+            ("--swap-block-us", "nothing is swapped"),
+        ),
     ],
 )
 def test_simulate_refuses_half_of_it(run: Run, args: tuple[str, ...], words: tuple[str, ...]) -> None:
